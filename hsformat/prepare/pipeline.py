@@ -1,0 +1,221 @@
+"""From a file to token samples: the one place that counts, drops and truncates.
+
+Streaming: memory does not grow with the file but for two 16-byte digests a row, by which copies and conflicting ids are
+found. This module may import ``problems``, ``record`` and the other modules of this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsformat.prepare.conversation import Conversation, TokenRow, parse_row
+from hsformat.prepare.render import Rendered, Renderer
+from hsformat.prepare.rows import Row, read_rows
+from hsformat.prepare.summary import Summary
+from hsformat.prepare.tokenizer import ChatTokenizer
+from hsformat.problems import HsError, Problem, problem
+from hsformat.record import Provenance, TokenSample
+
+__all__ = ["Preparation", "prepare"]
+
+_Outcome = TokenSample | list[Problem] | str
+"""A sample, why a row was refused, or the reason why it was dropped."""
+
+
+def prepare(
+    path: str | Path,
+    tokenizer: ChatTokenizer,
+    *,
+    vocab_size: int,
+    max_length: int | None,
+    for_generation: bool,
+    reserve: int = 0,
+    template_kwargs: dict[str, Any] | None = None,
+) -> Preparation:
+    """Return the samples of a JSON Lines file, to be iterated; nothing is read but its first line.
+
+    Parameters
+    ----------
+    path
+        Rows of ``messages`` (and ``tools``), or of ``input_ids`` and ``loss_mask``.
+    tokenizer
+        The target's own (:func:`hsformat.prepare.tokenizer.load_tokenizer`).
+    vocab_size
+        Of the target; ids are below it.
+    max_length
+        Ids and mask are cut to so many tokens together. None: never cut.
+    for_generation
+        Samples are prompts, up to the last user or tool turn with the generation prompt, mask all 0. A prompt longer
+        than ``max_length - reserve`` is dropped, not cut.
+    reserve
+        Room for tokens to be generated.
+    template_kwargs
+        Variables for the chat template, such as ``{"enable_thinking": False}``; JSON values.
+
+    Raises
+    ------
+    ForeignFileError
+        HS602, HS603: the file cannot be read at all.
+    HsError
+        HS303: a template argument that is none. HS102: ``max_length`` leaves no room.
+    """
+    if max_length is not None and (max_length <= 0 or (for_generation and max_length <= reserve)):
+        raise HsError(problem("HS102", where="max_length", got=f"{max_length}, of which {reserve} are reserved",
+                              expected="room for a token", fix="raise the maximum length"))  # fmt: skip
+    read_rows(path)
+    return Preparation(
+        path=Path(path),
+        renderer=Renderer(tokenizer, template_kwargs=template_kwargs or {}),
+        vocab_size=vocab_size,
+        max_length=max_length,
+        for_generation=for_generation,
+        reserve=reserve,
+        template_kwargs=template_kwargs or {},
+    )
+
+
+class Preparation:
+    """The samples of a file. Each iteration reads it anew, with a new :attr:`summary`.
+
+    Attributes
+    ----------
+    summary
+        Of the iteration begun last, kept up to date as it goes.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: Path,
+        renderer: Renderer,
+        vocab_size: int,
+        max_length: int | None,
+        for_generation: bool,
+        reserve: int,
+        template_kwargs: dict[str, Any],
+    ) -> None:
+        self._path = path
+        self._renderer = renderer
+        self._vocab_size = vocab_size
+        self._max_length = max_length
+        self._for_generation = for_generation
+        self._reserve = reserve
+        self._template_kwargs = template_kwargs
+        self.summary = Summary(source=str(path))
+
+    def __iter__(self) -> Iterator[TokenSample]:
+        summary = self.summary = Summary(source=str(self._path))
+        contents: dict[bytes, bytes] = {}
+        for row in read_rows(self._path):
+            summary.rows += 1
+            match self._outcome(row, contents, summary):
+                case TokenSample() as sample:
+                    summary.samples += 1
+                    summary.tokens += len(sample)
+                    summary.supervised += int(sample.loss_mask.sum())
+                    yield sample
+                case str() as reason:
+                    summary.dropped[reason] += 1
+                case problems:
+                    summary.reject(problems)
+
+    def _outcome(self, row: Row | Problem, contents: dict[bytes, bytes], summary: Summary) -> _Outcome:
+        if isinstance(row, Problem):
+            return [row]
+        item = parse_row(row)
+        if isinstance(item, list):
+            return item
+        summary.ignore(item.ignored)
+        key = hashlib.sha256(item.id.encode()).digest()[:16]
+        known = contents.setdefault(key, b"")
+        if known == item.content:
+            return "duplicate"
+        if known:
+            return [problem("HS107", where=item.where, got="other content than an earlier row of this id",
+                            expected="one row an id", record=item.id)]  # fmt: skip
+        contents[key] = item.content
+        if isinstance(item, Conversation):
+            return self._prompt(item, summary) if self._for_generation else self._conversation(item, summary)
+        return self._token_prompt(item, summary) if self._for_generation else self._training(item, item, summary)
+
+    def _conversation(self, item: Conversation, summary: Summary) -> _Outcome:
+        if all(m["role"] != "assistant" for m in item.messages):
+            return "no-assistant-turn"
+        rendered = self._renderer.conversation(item)
+        return [rendered] if isinstance(rendered, Problem) else self._training(item, rendered, summary)
+
+    def _prompt(self, item: Conversation, summary: Summary) -> _Outcome:
+        last = max((i for i, m in enumerate(item.messages) if m["role"] in ("user", "tool")), default=None)
+        if last is None:
+            return "no-user-turn"
+        replaced = any(m["role"] == "assistant" for m in item.messages[last + 1 :])
+        rendered = self._renderer.prompt(replace(item, messages=item.messages[: last + 1]))
+        return (
+            [rendered]
+            if isinstance(rendered, Problem)
+            else self._generation(item, rendered, summary, replaced=replaced)
+        )
+
+    def _token_prompt(self, item: TokenRow, summary: Summary) -> _Outcome:
+        """Take away a supervised run at the end: the answer, which the target will write."""
+        stop = len(item.loss_mask)
+        while stop and item.loss_mask[stop - 1]:
+            stop -= 1
+        if any(item.loss_mask[:stop]) and stop == len(item.loss_mask):
+            return [
+                problem("HS104", where=f"{item.where}: loss_mask", got="unsupervised tokens after the last answer",
+                        expected="a prompt (mask all 0), or an answer at the end", record=item.id,
+                        fix="cut ids and mask to the prompt: whether these tokens are one cannot be told"),
+            ]  # fmt: skip
+        prompt = replace(item, input_ids=item.input_ids[:stop], loss_mask=[0] * stop)
+        return self._generation(item, prompt, summary, replaced=stop < len(item.loss_mask)) if stop else "no-user-turn"
+
+    def _training(self, item: Conversation | TokenRow, made: Rendered | TokenRow, summary: Summary) -> _Outcome:
+        sample = self._sample(item, made)
+        if isinstance(sample, list):
+            return sample
+        if not sample.loss_mask.any():
+            return "no-supervision"
+        if self._max_length is None or len(sample) <= self._max_length:
+            return sample
+        n = self._max_length
+        sample = replace(sample, input_ids=sample.input_ids[:n].copy(), loss_mask=sample.loss_mask[:n].copy())
+        if not sample.loss_mask.any():  # only now: truncation may take the one answer away (trl PR#6025)
+            return "no-supervision-after-truncation"
+        summary.truncated += 1
+        return sample
+
+    def _generation(
+        self, item: Conversation | TokenRow, made: Rendered | TokenRow, summary: Summary, *, replaced: bool
+    ) -> _Outcome:
+        if self._max_length is not None and len(made.input_ids) > self._max_length - self._reserve:
+            return "prompt-too-long"
+        sample = self._sample(item, made)
+        if replaced and isinstance(sample, TokenSample):
+            summary.answers_replaced += 1
+        return sample
+
+    def _sample(self, item: Conversation | TokenRow, made: Rendered | TokenRow) -> TokenSample | list[Problem]:
+        ids, size = made.input_ids, self._vocab_size
+        if not ids:
+            return [problem("HS102", where=item.where, got="0 tokens", expected="at least 1", record=item.id)]
+        if min(ids) < 0 or max(ids) >= size:
+            bad = [i for i, token in enumerate(ids) if not 0 <= token < size]
+            got = f"{ids[bad[0]]} ({len(bad)} such token(s))"
+            return [problem("HS105", where=f"{item.where}: input_ids[{bad[0]}]", got=got, expected=f"0 <= id < {size}",
+                            record=item.id)]  # fmt: skip
+        provenance = Provenance()
+        if isinstance(made, Rendered):
+            provenance = Provenance(template_digest=made.template_digest, template_kwargs=self._template_kwargs)
+        return TokenSample(
+            id=item.id,
+            input_ids=np.array(ids, np.int32),
+            loss_mask=np.array(made.loss_mask, np.uint8),
+            provenance=provenance,
+        )

@@ -1,0 +1,345 @@
+"""Rendering and its mask: templates of every kind met in the field, over one real tokenizer of 472 tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BatchEncoding
+
+from hsformat.digests import digest_bytes
+from hsformat.prepare.conversation import Conversation
+from hsformat.prepare.render import Rendered, Renderer
+from hsformat.prepare.tokenizer import EndOfTurn, flat_ids, load_tokenizer
+from hsformat.problems import ForeignFileError, HsError, Problem, Severity
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
+BOS, START, END = 0, 1, 2
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+DEFAULT_SYSTEM = (  # SmolLM2
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STRIPS_THINKING = CHATML.replace(
+    "m['content'] +", "(m['content'].split('</think>')[-1] if not loop.last else m['content']) +"
+)
+THINK_PROMPT = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+
+
+def tagged(body: str) -> str:
+    """Return ChatML whose assistant turns are rendered by ``body``."""
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        + body
+        + "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+def tokenizer(template: str | None = None, **changes: Any) -> Any:
+    tok = load_tokenizer(TINY)
+    if template is not None:
+        tok.chat_template = template
+    for name, value in changes.items():
+        setattr(tok, name, value)
+    return tok
+
+
+def talk(*contents: str, first: str = "user") -> Conversation:
+    """Return a conversation whose turns alternate, from ``first``."""
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    return Conversation(id="c", where="f: line 1", content=b"", ignored=(), messages=messages, tools=None)
+
+
+def spans(tok: Any, conversation: Conversation, **kwargs: Any) -> list[str]:
+    """Return the text of each supervised run."""
+    made = Renderer(tok, template_kwargs=kwargs).conversation(conversation)
+    assert isinstance(made, Rendered), made
+    mask = np.array([0, *made.loss_mask, 0])
+    edges = np.flatnonzero(np.diff(mask)).reshape(-1, 2)
+    return [tok.decode(made.input_ids[a:b]) for a, b in edges]
+
+
+def refused(tok: Any, conversation: Conversation) -> Problem:
+    found = Renderer(tok, template_kwargs={}).conversation(conversation)
+    assert isinstance(found, Problem), found
+    assert (found.code, found.severity, found.record) == ("HS303", Severity.ERROR, "c")
+    return found
+
+
+# -- turn by turn
+
+
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM])
+def test_mask_all_zeros_for_stock_templates(template):  # transformers#34172
+    assert spans(tokenizer(template), talk("hi", "yes \n", "and", "no")) == ["yes \n<|im_end|>", "no<|im_end|>"]
+
+
+def test_end_of_turn_is_in_the_mask_and_the_newline_after_it_is_not():  # SpecForge adds it
+    made = Renderer(tokenizer(CHATML), template_kwargs={}).conversation(talk("a", "b"))
+    assert isinstance(made, Rendered)
+    assert made.input_ids[-2] == END
+    assert made.loss_mask[-3:] == [1, 1, 0]
+    assert made.template_digest == digest_bytes((CHATML.encode(),))
+
+
+def test_empty_answer_supervises_its_end_alone():
+    assert spans(tokenizer(CHATML), talk("a", "", "b", "c")) == ["<|im_end|>", "c<|im_end|>"]
+
+
+def test_template_that_strips_earlier_thinking_is_refused():  # slime PR#330, trl#6361
+    conversation = talk("a", "<think>x</think>b", "c", "<think>y</think>d")
+    problem = refused(tokenizer(STRIPS_THINKING), conversation)
+    assert "line 1: messages[1]: token " in problem.where
+    assert "'<'" in problem.expected
+    assert spans(tokenizer(STRIPS_THINKING), talk("a", "<think>x</think>b")) == ["<think>x</think>b<|im_end|>"]
+
+
+def test_generation_prompt_with_think_is_not_supervised():
+    assert spans(tokenizer(THINK_PROMPT), talk("a", "<think>\nx</think>b")) == ["x</think>b<|im_end|>"]
+    assert "messages[1]: token" in refused(tokenizer(THINK_PROMPT), talk("a", "b")).where
+
+
+def test_assistant_turn_first_is_refused_where_no_tag_shows_it():
+    for template in (CHATML, DEFAULT_SYSTEM):
+        assert refused(tokenizer(template), talk("a", "b", first="assistant")).where.endswith("messages[0]")
+
+
+PLAIN = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
+
+
+def test_template_without_end_of_turn_supervises_the_content():
+    plain = PLAIN + "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+    assert spans(tokenizer(plain), talk("a", "b", "c", "d\n\n")) == ["b", "d"]
+
+
+def test_template_that_closes_a_turn_only_when_another_follows():
+    closes = CHATML.replace(
+        "+ '<|im_end|>\n' }}", "}}{% if not loop.last or m['role'] == 'user' %}{{ '<|im_end|>\n' }}{% endif %}"
+    )
+    assert spans(tokenizer(closes), talk("a", "b", "c", "d")) == ["b<|im_end|>", "d"]
+
+
+def test_closing_token_that_no_configuration_names_is_learned():
+    tok = tokenizer(CHATML, eos_token="<pad>", name_or_path="")
+    assert spans(tok, talk("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_special_token_after_the_end_of_turn_is_not_supervised():  # Llama-2: </s><s>
+    tok = tokenizer(CHATML.replace("<|im_end|>\n", "<|im_end|><|endoftext|>"))
+    assert spans(tok, talk("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_template_without_a_generation_prompt():
+    with_header = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    )
+    for template in (with_header, PLAIN):
+        assert refused(tokenizer(template), talk("a", "b")).where.endswith("messages[1]")
+    llama2 = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|im_start|>' + m['content'] + '<pad>' }}"
+        "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    assert spans(tokenizer(llama2), talk("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_token_across_the_generation_prompt_is_refused():
+    glued = CHATML.replace("+ '\n' + m['content']", "+ ' ' + m['content']").replace("assistant\n'", "assistant '")
+    assert "token" in refused(tokenizer(glued), talk("a", "the")).where
+
+
+def test_conversation_that_the_template_rejects():
+    strict = "{% if messages | length > 2 %}{{ raise_exception('two turns') }}{% endif %}" + CHATML
+    assert "two turns" in refused(tokenizer(strict), talk("a", "b", "c", "d")).got
+    assert spans(tokenizer(strict), talk("a", "b")) == ["b<|im_end|>"]
+    assert "TypeError" in refused(tokenizer(CHATML.replace("m['content']", "m['content'] + 1")), talk("a", "b")).got
+
+
+def test_no_double_bos():
+    tok = tokenizer("{{ '<|endoftext|>' }}" + CHATML)
+    made = Renderer(tok, template_kwargs={}).conversation(talk("a", "b"))
+    assert isinstance(made, Rendered)
+    assert made.input_ids[:2] == [BOS, START]
+    assert made.input_ids.count(BOS) == 1
+
+
+# -- generation tags
+
+ANSWER = "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ANSWER,
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}",  # speculators 0.3
+        "{% generation %}{{ m['content'] + '<|im_end|>\n' }}{% endgeneration %}",  # SpecForge
+        "{%- generation -%}\n  {{ m['content'] + '<|im_end|>\n' }}\n  {%- endgeneration -%}\n",
+        "\n  {% generation %}\n{{ m['content'] }}{{ '<|im_end|>' }}{% endgeneration %}\n{{ '\n' }}",
+    ],
+)
+def test_tags_then_the_end_rule(body):
+    assert spans(tokenizer(tagged(body)), talk("a", " b ", "c", "d\n")) == [" b <|im_end|>", "d\n<|im_end|>"]
+
+
+def test_mask_runs_to_the_end_when_a_span_ends_at_token_0():  # transformers#47325
+    first = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ '<pad>' + m['content'] }}{% endif %}{% endfor %}"
+    )
+    made = Renderer(tokenizer(first), template_kwargs={}).conversation(talk("A", "user", first="assistant"))
+    assert isinstance(made, Rendered)
+    assert made.loss_mask[0] == 1
+    assert not any(made.loss_mask[1:])
+
+
+def test_mask_runs_to_the_end_when_a_span_ends_in_white_space():  # transformers#47325
+    body = "{% generation %}{{ m['content'] + ' \n' }}{% endgeneration %}{{ '<|im_end|>' }}"
+    assert spans(tokenizer(tagged(body)), talk("a", "b", "c")) == ["b \n<|im_end|>"]
+
+
+def test_tags_of_a_template_that_strips_earlier_thinking():
+    body = ANSWER.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
+    found = spans(tokenizer(tagged(body)), talk("a", "<think>x</think>b", "c", "<think>y</think>d"))
+    assert found == ["b<|im_end|>", "<think>y</think>d<|im_end|>"]
+
+
+def test_tags_closing_token_comes_from_the_template():
+    body = "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}"
+    assert spans(tokenizer(tagged(body), eos_token="<pad>", name_or_path=""), talk("a", "b")) == ["b<|im_end|>"]
+
+
+def test_tag_in_a_comment_is_no_tag():
+    assert spans(tokenizer("{#- {% generation %} -#}" + CHATML), talk("a", "b")) == ["b<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% set x %}{% generation %} {{ m['content'] }} {% endgeneration %}{% endset %}{{ x | trim }}",
+        "{{ 'Wri' }}{% generation %}{{ 'te' + m['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
+    ],
+)
+def test_tags_that_cannot_be_placed_are_refused(body):
+    refused(tokenizer(tagged(body)), talk("a", "the"))
+
+
+def test_content_with_marks_is_refused():
+    refused(tokenizer(tagged(ANSWER)), talk("a", "b\ufdd0c"))
+
+
+def test_slow_tokenizer_is_rendered_turn_by_turn():
+    class Slow:
+        is_fast = False
+
+        def __init__(self) -> None:
+            self.tok = tokenizer(tagged(ANSWER))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tok, name)
+
+    assert spans(Slow(), talk("a", "b")) == ["b<|im_end|>"]
+
+
+# -- tokenizers
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        list,
+        lambda ids: [ids],
+        lambda ids: {"input_ids": ids, "attention_mask": [1] * len(ids)},
+        lambda ids: BatchEncoding({"input_ids": [ids], "attention_mask": [[1] * len(ids)]}),
+        lambda ids: torch.tensor([ids]),
+        lambda ids: BatchEncoding({"input_ids": torch.tensor([ids])}),
+        np.array,
+    ],
+)
+def test_dump_skips_every_conversation_on_newer_transformers(wrap):  # NVIDIA/Model-Optimizer PR#2172
+    class Wrapping:
+        def __init__(self) -> None:
+            self.tok = tokenizer(CHATML)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tok, name)
+
+        def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
+            return wrap(self.tok.apply_chat_template(messages, **kwargs)["input_ids"])
+
+    same = [Renderer(t, template_kwargs={}).conversation(talk("a", "b")) for t in (Wrapping(), tokenizer(CHATML))]
+    assert same[0] == same[1]
+
+
+@pytest.mark.parametrize("value", ["text", [[1], [2]], [1.5], {"ids": [1]}, None])
+def test_flat_ids_refuses_what_is_not_one_sequence(value):
+    with pytest.raises(HsError) as e:
+        flat_ids(value)
+    assert e.value.problems[0].code == "HS603"
+
+
+def test_no_chat_template_and_reserved_arguments():
+    tok = tokenizer()
+    tok.chat_template = None
+    with pytest.raises(HsError) as e:
+        Renderer(tok, template_kwargs={}).conversation(talk("a", "b"))
+    assert e.value.problems[0].code == "HS303"
+    with pytest.raises(HsError):
+        Renderer(tok, template_kwargs={"tokenize": False})
+
+
+def test_template_arguments_reach_the_template():
+    tok = tokenizer("{% if mood is defined %}{{ mood }}{% endif %}" + CHATML)
+    made = Renderer(tok, template_kwargs={"mood": "cold"}).prompt(talk("a"))
+    assert isinstance(made, Rendered)
+    assert tok.decode(made.input_ids).startswith("cold<|im_start|>user")
+    assert not any(made.loss_mask)
+
+
+def test_turn_closed_by_the_next_header_of_the_generation_config(tmp_path):  # GLM: eos includes <|user|>
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    tok = tokenizer(name_or_path=str(tmp_path))
+    end = EndOfTurn(tok, example=[])
+    assert end.closing == {1, 2}
+    assert end.find([50, 51, START, 52], 0, 2) == 3
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(ForeignFileError):
+        EndOfTurn(tok, example=[])
+
+
+@pytest.mark.parametrize("files", [None, {}, {"tokenizer.json": "{", "tokenizer_config.json": "{}"}])
+def test_load_tokenizer_refuses_a_folder_without_one(tmp_path, files):
+    folder = tmp_path / "model"
+    if files is not None:
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    with pytest.raises(ForeignFileError) as e:
+        load_tokenizer(folder)
+    assert e.value.problems[0].code == "HS602"
+
+
+def test_load_tokenizer_runs_no_code_of_the_folder(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
+    with pytest.raises(ForeignFileError):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_transformers_missing_names_the_command(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(HsError) as e:
+        load_tokenizer(TINY)
+    assert "pip install 'hsformat[transformers]'" in e.value.problems[0].fix
