@@ -1,8 +1,8 @@
 """What makes a record right: the 1xx rules and the numeric rules HS201, HS202 and HS207.
 
 One implementation for the writer, which refuses, and for validation, which reports. Everything is returned, not the
-first finding. States are scanned in blocks of rows, so that memory does not grow with the record. This module may import
-``problems``, ``dtypes``, ``contract`` and ``record``.
+first finding. States are scanned in blocks of rows, so that memory does not grow with the record. Suffixes of array
+names are their axes: S states, H hidden. This module may import ``problems``, ``dtypes``, ``contract`` and ``record``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hsformat.dtypes import FLOAT_DTYPES, dtype_name, numpy_dtype, to_float32
 from hsformat.problems import Problem, Severity, problem
 from hsformat.record import Record
 
-__all__ = ["CaptureStats", "check_record", "check_states", "check_tokens"]
+__all__ = ["CaptureStats", "StateScan", "check_record", "check_tokens", "to_stored"]
 
 BLOCK_BYTES = 4 * 1024 * 1024
 MAX_ID_BYTES = 1024
@@ -52,30 +52,36 @@ def check_record(contract: Contract, record: Record) -> tuple[list[Problem], dic
         if key not in contract.keys:
             problems.append(
                 problem(
-                    "HS109", where=f"{where}: hidden[{key!r}]", got=f"a capture {key!r}",
+                    "HS109",
+                    where=f"{where}: hidden[{key!r}]",
+                    got=f"a capture {key!r}",
                     expected=f"the captures of the contract: {list(contract.keys)}",
-                    fix="leave it out, or declare it in the contract", record=record.id,
+                    fix="leave it out, or declare it in the contract",
+                    record=record.id,
                 )
-            )  # fmt: skip
+            )
     for capture in contract.captures:
         array = record.hidden.get(capture.key)
         if array is None:
             problems.append(
                 problem(
-                    "HS109", where=f"{where}: hidden", got=f"captures {sorted(record.hidden)}",
+                    "HS109",
+                    where=f"{where}: hidden",
+                    got=f"captures {sorted(record.hidden)}",
                     expected=f"{capture.key} among them; the contract has {list(contract.keys)}",
                     fix=f"give hidden[{capture.key!r}]; a capture is found by its key, never by position",
                     record=record.id,
                 )
-            )  # fmt: skip
+            )
             continue
         found = _check_shape(contract, record, capture, array)
         if found:
             problems.extend(found)
             continue
-        found, one = check_states(capture, array, record_id=record.id)
+        scan = StateScan(capture, record.id)
+        scan.add(array)
+        found, stats[capture.key] = scan.finish()
         problems.extend(found)
-        stats[capture.key] = one
     return problems, stats
 
 
@@ -106,9 +112,11 @@ def check_tokens(contract: Contract, record: Record) -> list[Problem]:
         if bad.size:
             i = int(bad[0])
             add(
-                "HS105", f"input_ids[{i}]", f"{int(ids[i])} ({bad.size} such token(s))",
+                "HS105",
+                f"input_ids[{i}]",
+                f"{int(ids[i])} ({bad.size} such token(s))",
                 f"0 <= id < {contract.target.vocab_size}",
-            )  # fmt: skip
+            )
     out.extend(_check_mask(record, mask, t))
     out.extend(_check_positions(record, t))
     out.extend(_check_fields(contract, record, t))
@@ -120,19 +128,34 @@ def _check_mask(record: Record, mask: npt.NDArray[Any], t: int) -> Iterator[Prob
     if mask.ndim != 1 or len(mask) != t:
         got = len(mask) if mask.ndim == 1 else f"shape {mask.shape}"
         yield problem(
-            "HS101", where=where, got=got, expected=f"{t}, the number of input_ids",
-            fix="truncate ids, mask and states together; hsformat never cuts a mask to fit", record=rid,
-        )  # fmt: skip
+            "HS101",
+            where=where,
+            got=got,
+            expected=f"{t}, the number of input_ids",
+            fix="truncate ids, mask and states together; hsformat never cuts a mask to fit",
+            record=rid,
+        )
         return
     if mask.dtype.kind not in "biu":
-        yield problem("HS104", where=where, got=f"dtype {mask.dtype}", expected="bool or integers, 0 or 1",
-                      fix="give the mask as 0 and 1; weights belong into a declared field", record=rid)  # fmt: skip
+        yield problem(
+            "HS104",
+            where=where,
+            got=f"dtype {mask.dtype}",
+            expected="bool or integers, 0 or 1",
+            fix="give the mask as 0 and 1; weights belong into a declared field",
+            record=rid,
+        )
         return
     bad = np.flatnonzero((mask != 0) & (mask != 1))
     if bad.size:
         i = int(bad[0])
-        yield problem("HS104", where=f"{where}[{i}]", got=f"{int(mask[i])} ({bad.size} such value(s))",
-                      expected="0 or 1", record=rid)  # fmt: skip
+        yield problem(
+            "HS104",
+            where=f"{where}[{i}]",
+            got=f"{int(mask[i])} ({bad.size} such value(s))",
+            expected="0 or 1",
+            record=rid,
+        )
     elif t and not mask.any():
         yield problem("HS103", where=where, got=f"0 of {t} tokens supervised", expected="at least 1", record=rid)
 
@@ -149,8 +172,13 @@ def _check_positions(record: Record, t: int) -> Iterator[Problem]:
     elif t and (int(pos[0]) < 0 or (np.diff(pos.astype(np.int64)) < 0).any()):
         falls = np.flatnonzero(np.diff(pos.astype(np.int64)) < 0)
         i = int(falls[0]) + 1 if falls.size else 0
-        yield problem("HS106", where=f"{where}[{i}]", got=int(pos[i]),
-                      expected="positions that start at 0 or above and never fall", record=rid)  # fmt: skip
+        yield problem(
+            "HS106",
+            where=f"{where}[{i}]",
+            got=int(pos[i]),
+            expected="positions that start at 0 or above and never fall",
+            record=rid,
+        )
 
 
 def _check_fields(contract: Contract, record: Record, t: int) -> Iterator[Problem]:
@@ -158,14 +186,25 @@ def _check_fields(contract: Contract, record: Record, t: int) -> Iterator[Proble
     declared = {f.name: f for f in contract.fields}
     for name in record.fields:
         if name not in declared:
-            yield problem("HS109", where=f"{where}: fields[{name!r}]", got=f"a field {name!r}",
-                          expected=f"the fields of the contract: {sorted(declared)}",
-                          fix="leave it out, or declare it in the contract", record=rid)  # fmt: skip
+            yield problem(
+                "HS109",
+                where=f"{where}: fields[{name!r}]",
+                got=f"a field {name!r}",
+                expected=f"the fields of the contract: {sorted(declared)}",
+                fix="leave it out, or declare it in the contract",
+                record=rid,
+            )
     for name, spec in declared.items():
         array = record.fields.get(name)
         if array is None:
-            yield problem("HS109", where=f"{where}: fields", got=f"fields {sorted(record.fields)}",
-                          expected=f"{name} among them", fix=f"give fields[{name!r}]", record=rid)  # fmt: skip
+            yield problem(
+                "HS109",
+                where=f"{where}: fields",
+                got=f"fields {sorted(record.fields)}",
+                expected=f"{name} among them",
+                fix=f"give fields[{name!r}]",
+                record=rid,
+            )
             continue
         yield from _check_field(spec, array, t, f"{where}: fields[{name!r}]", rid)
 
@@ -173,46 +212,159 @@ def _check_fields(contract: Contract, record: Record, t: int) -> Iterator[Proble
 def _check_field(spec: FieldSpec, array: npt.NDArray[Any], t: int, where: str, rid: str) -> Iterator[Problem]:
     shape = (t, *spec.shape) if spec.axis == "token" else spec.shape
     if array.shape != shape:
-        yield problem("HS101", where=where, got=f"shape {list(array.shape)}",
-                      expected=f"{list(shape)} (axis {spec.axis})",
-                      fix="give the field as the contract declares it", record=rid)  # fmt: skip
+        yield problem(
+            "HS101",
+            where=where,
+            got=f"shape {list(array.shape)}",
+            expected=f"{list(shape)} (axis {spec.axis})",
+            fix="give the field as the contract declares it",
+            record=rid,
+        )
     elif dtype_name(array.dtype) != spec.dtype:
-        yield problem("HS207", where=where, got=f"dtype {dtype_name(array.dtype)}", expected=spec.dtype,
-                      fix=f"convert the field to {spec.dtype}; fields are never cast", record=rid)  # fmt: skip
+        yield problem(
+            "HS207",
+            where=where,
+            got=f"dtype {dtype_name(array.dtype)}",
+            expected=spec.dtype,
+            fix=f"convert the field to {spec.dtype}; fields are never cast",
+            record=rid,
+        )
 
 
-def _check_shape(
-    contract: Contract, record: Record, capture: Capture, array: npt.NDArray[Any]
-) -> list[Problem]:
+def _check_shape(contract: Contract, record: Record, capture: Capture, array: npt.NDArray[Any]) -> list[Problem]:
     out: list[Problem] = []
     where, rid, t = f"record {record.id!r}: hidden[{capture.key!r}]", record.id, record.num_tokens
     h = contract.target.hidden_size
     generated = record.provenance.generation.mode != "none"
     if array.ndim != 2:
-        out.append(problem("HS101", where=where, got=f"shape {list(array.shape)}", expected=f"[{t}, {h}]",
-                           fix="give [T, H], without a batch axis", record=rid))  # fmt: skip
+        out.append(
+            problem(
+                "HS101",
+                where=where,
+                got=f"shape {list(array.shape)}",
+                expected=f"[{t}, {h}]",
+                fix="give [T, H], without a batch axis",
+                record=rid,
+            )
+        )
         return out
     s, width = array.shape
     if width != h:
-        out.append(problem("HS409", where=where, got=f"width {width}", expected=f"{h}, the target's hidden size",
-                           fix="use states of this target, one capture an array", record=rid))  # fmt: skip
+        out.append(
+            problem(
+                "HS409",
+                where=where,
+                got=f"width {width}",
+                expected=f"{h}, the target's hidden size",
+                fix="use states of this target, one capture an array",
+                record=rid,
+            )
+        )
     if s == 0:
         out.append(problem("HS102", where=where, got="0 states", expected="at least 1", record=rid))
     elif s != t and not (generated and s == t - 1):
         allowed = f"{t} or {t - 1}, as a generated record has" if generated else f"{t}, the number of input_ids"
-        out.append(problem("HS101", where=where, got=f"{s} states", expected=allowed,
-                           fix="truncate ids, mask and states together; check for a prefix cache or for chunks that "
-                           "were not joined", record=rid))  # fmt: skip
+        out.append(
+            problem(
+                "HS101",
+                where=where,
+                got=f"{s} states",
+                expected=allowed,
+                fix="truncate ids, mask and states together; check for a prefix cache or for chunks that "
+                "were not joined",
+                record=rid,
+            )
+        )
     first = next(iter(record.hidden.values()))
     if first.ndim == 2 and s != first.shape[0]:
-        out.append(problem("HS101", where=where, got=f"{s} states", expected=f"{first.shape[0]}, as the other captures",
-                           fix="all captures of a record have the same rows", record=rid))  # fmt: skip
+        out.append(
+            problem(
+                "HS101",
+                where=where,
+                got=f"{s} states",
+                expected=f"{first.shape[0]}, as the other captures",
+                fix="all captures of a record have the same rows",
+                record=rid,
+            )
+        )
     if dtype_name(array.dtype) not in FLOAT_DTYPES:
-        out.append(problem("HS207", where=where, got=f"dtype {dtype_name(array.dtype)}",
-                           expected=f"floating-point states that convert to {capture.dtype}",
-                           fix="dequantise the states, with their scales, before they are stored",
-                           record=rid))  # fmt: skip
+        out.append(
+            problem(
+                "HS207",
+                where=where,
+                got=f"dtype {dtype_name(array.dtype)}",
+                expected=f"floating-point states that convert to {capture.dtype}",
+                fix="dequantise the states, with their scales, before they are stored",
+                record=rid,
+            )
+        )
     return out
+
+
+class StateScan:
+    """Scans the rows of one capture of one record, block by block: HS201, HS202, HS207.
+
+    Parameters
+    ----------
+    capture
+        Says the dtype on disk; values that are finite and do not fit it are HS207.
+    record_id
+        For the place of a problem.
+    """
+
+    def __init__(self, capture: Capture, record_id: str) -> None:
+        self._capture, self._record_id = capture, record_id
+        self._stored = numpy_dtype(capture.dtype)
+        self._bad, self._over = _Found(), _Found()
+        self._rows = self._zero_rows = 0
+        self._max_abs = self._sum_l2 = 0.0
+
+    def add(self, rows_SH: npt.NDArray[Any]) -> None:
+        """Scan the next rows, in blocks of at most :data:`BLOCK_BYTES` as float32."""
+        step = max(1, BLOCK_BYTES // (4 * max(1, rows_SH.shape[1])))
+        for start in range(0, len(rows_SH), step):
+            self._add_block(rows_SH[start : start + step])
+
+    def _add_block(self, block_SH: npt.NDArray[Any]) -> None:
+        x_SH = block_SH if block_SH.dtype == np.float64 else to_float32(block_SH)
+        row_max_S = np.abs(x_SH).max(axis=1)  # NaN if the row has one
+        self._zero_rows += int((row_max_S == 0).sum())
+        finite_S = np.isfinite(row_max_S)
+        if not finite_S.all():
+            self._bad.add(~np.isfinite(x_SH), x_SH, self._rows)
+        if not np.can_cast(block_SH.dtype, self._stored, "safe"):
+            with np.errstate(over="ignore"):
+                fits_SH = np.isfinite(to_float32(block_SH.astype(self._stored)))
+            self._over.add(~fits_SH & np.isfinite(x_SH), x_SH, self._rows)
+        self._max_abs = max(self._max_abs, float(row_max_S[finite_S].max(initial=0.0)))
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._sum_l2 += float(np.sqrt(np.einsum("ij,ij->i", x_SH, x_SH)).sum(dtype=np.float64))
+        self._rows += len(block_SH)
+
+    def finish(self) -> tuple[list[Problem], CaptureStats]:
+        """Return the problems and the statistics of all rows seen; at least one row."""
+        out: list[Problem] = []
+        rid = self._record_id
+        where = f"record {rid!r}: hidden[{self._capture.key!r}]"
+        if self._bad.count:
+            place, expected = f"{where} {self._bad.place}", "finite values"
+            out.append(problem("HS201", where=place, got=self._bad.got, expected=expected, record=rid))
+        if self._over.count:
+            place, expected = f"{where} {self._over.place}", f"values that {self._capture.dtype} can hold"
+            out.append(problem("HS207", where=place, got=self._over.got, expected=expected, record=rid))
+        if self._zero_rows:
+            error = self._zero_rows == self._rows or self._zero_rows > ZERO_ROW_SHARE * self._rows
+            out.append(
+                problem(
+                    "HS202",
+                    where=where,
+                    got=f"{self._zero_rows} of {self._rows} rows are all zero",
+                    expected=f"none; up to {ZERO_ROW_SHARE:.0%} is a note",
+                    record=rid,
+                    severity=Severity.ERROR if error else Severity.NOTE,
+                )
+            )
+        return out, CaptureStats(mean_l2=self._sum_l2 / self._rows, max_abs=self._max_abs)
 
 
 @dataclass(slots=True)
@@ -221,68 +373,19 @@ class _Found:
 
     count: int = 0
     place: str = ""
-    got: str = ""
-    _value: float = 0.0
+    value: float = 0.0
 
-    def add(self, wrong_SH: npt.NDArray[np.bool_], x_SH: npt.NDArray[Any], start: int) -> None:  # noqa: N803
+    @property
+    def got(self) -> str:
+        return f"{self.value:g} ({self.count} such value(s))"
+
+    def add(self, wrong_SH: npt.NDArray[np.bool_], x_SH: npt.NDArray[Any], start: int) -> None:
         n = int(wrong_SH.sum())
         if n and not self.count:
             row, channel = np.unravel_index(int(wrong_SH.argmax()), wrong_SH.shape)
             self.place = f"token {start + int(row)} channel {int(channel)}"
-            self._value = float(x_SH[row, channel])
+            self.value = float(x_SH[row, channel])
         self.count += n
-        self.got = f"{self._value:g} ({self.count} such value(s))"
-
-
-def check_states(
-    capture: Capture, array: npt.NDArray[Any], *, record_id: str
-) -> tuple[list[Problem], CaptureStats]:
-    """Scan the numbers of one capture of one record: HS201, HS202, HS207.
-
-    Parameters
-    ----------
-    capture
-        Says the dtype on disk; values that are finite and do not fit it are HS207.
-    array
-        [S, H] floats, S at least 1.
-    record_id
-        For the place of a problem.
-    """
-    where = f"record {record_id!r}: hidden[{capture.key!r}]"
-    rows = max(1, BLOCK_BYTES // max(1, 4 * array.shape[1]))
-    stored = numpy_dtype(capture.dtype)
-    narrows = not np.can_cast(array.dtype, stored, "safe")
-    bad, over = _Found(), _Found()
-    n_zero, max_abs, sum_l2 = 0, 0.0, 0.0
-    for start in range(0, len(array), rows):
-        block = array[start : start + rows]
-        x = block if block.dtype == np.float64 else to_float32(block)
-        row_max = np.abs(x).max(axis=1)  # NaN if the row has one
-        n_zero += int((row_max == 0).sum())
-        finite_rows = np.isfinite(row_max)
-        if not finite_rows.all():
-            bad.add(~np.isfinite(x), x, start)
-        if narrows:
-            with np.errstate(over="ignore"):
-                fits = np.isfinite(to_float32(block.astype(stored)))
-            over.add(~fits & np.isfinite(x), x, start)
-        max_abs = max(max_abs, float(row_max[finite_rows].max(initial=0.0)))
-        with np.errstate(over="ignore", invalid="ignore"):
-            sum_l2 += float(np.sqrt(np.einsum("ij,ij->i", x, x)).sum(dtype=np.float64))
-    out: list[Problem] = []
-    if bad.count:
-        out.append(problem("HS201", where=f"{where} {bad.place}", got=bad.got, expected="finite values",
-                           record=record_id))  # fmt: skip
-    if over.count:
-        out.append(problem("HS207", where=f"{where} {over.place}", got=over.got,
-                           expected=f"values that {capture.dtype} can hold", record=record_id))  # fmt: skip
-    if n_zero:
-        share = n_zero / len(array)
-        error = n_zero == len(array) or share > ZERO_ROW_SHARE
-        out.append(problem("HS202", where=where, got=f"{n_zero} of {len(array)} rows are all zero",
-                           expected=f"none; up to {ZERO_ROW_SHARE:.0%} is a note", record=record_id,
-                           severity=Severity.ERROR if error else Severity.NOTE))  # fmt: skip
-    return out, CaptureStats(mean_l2=sum_l2 / len(array), max_abs=max_abs)
 
 
 def to_stored(capture: Capture, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from itertools import pairwise
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hsformat.digests import digest_json
 from hsformat.layout import Layout, capture_key
-from hsformat.models import Frozen, FromList
+from hsformat.models import FromList, Frozen
 from hsformat.problems import Problem, StoreError, problem
 
 __all__ = [
@@ -42,12 +43,10 @@ __all__ = [
     "parse_contract",
 ]
 
-SPEC_VERSION = "1.0"
+SPEC_VERSION: Final = "1.0"
 
 StateDtype = Literal["bfloat16", "float16", "float32"]
-FieldDtype = Literal[
-    "bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"
-]
+FieldDtype = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 JsonScalar = str | bool | int | float | None
 
@@ -239,7 +238,7 @@ class Contract(Frozen):
     @classmethod
     def _ordered(cls, captures: tuple[Capture, ...]) -> tuple[Capture, ...]:
         order = [(c.depth, c.norm == "final") for c in captures]
-        if any(b <= a for a, b in zip(order, order[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(order)):
             raise ValueError(f"captures are not ascending and unique: {[c.key for c in captures]}")
         return captures
 

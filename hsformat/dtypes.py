@@ -50,10 +50,8 @@ def as_array(value: Any) -> npt.NDArray[Any]:
     elif type(value).__module__.split(".")[0] == "torch" and "torch" in sys.modules:
         torch = sys.modules["torch"]
         tensor = value.detach().cpu().contiguous()
-        if tensor.dtype == torch.bfloat16:
-            array = tensor.view(torch.uint16).numpy().view(BFLOAT16)
-        else:
-            array = tensor.numpy()
+        half = tensor.dtype == torch.bfloat16
+        array = tensor.view(torch.uint16).numpy().view(BFLOAT16) if half else tensor.numpy()
     else:
         try:
             array = np.asarray(value)

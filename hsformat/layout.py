@@ -11,7 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from hsformat.models import Frozen, FromList
+from hsformat.models import FromList, Frozen
 
 __all__ = ["EAGLE3_SHIFT", "CaptureKey", "Layout", "Shift", "capture_key", "parse_capture_key"]
 

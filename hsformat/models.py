@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-__all__ = ["Frozen", "FromList"]
+__all__ = ["FromList", "Frozen"]
 
 
 class Frozen(BaseModel):

@@ -81,9 +81,7 @@ _E, _W, _N = Severity.ERROR, Severity.WARNING, Severity.NOTE
 def _table(*rows: tuple[str, str, Severity, str, str, str]) -> dict[str, CodeInfo]:
     unable = {"HS410", "HS501", "HS502"}
     return {
-        code: CodeInfo(
-            code=code, name=name, severity=sev, meaning=meaning, why=why, fix=fix, unable=code in unable
-        )
+        code: CodeInfo(code=code, name=name, severity=sev, meaning=meaning, why=why, fix=fix, unable=code in unable)
         for code, name, sev, meaning, why, fix in rows
     }
 
@@ -162,8 +160,8 @@ CODES: dict[str, CodeInfo] = _table(
     ("HS402", "layer-count", _E, "The number of aux captures differs from what the draft consumes.",
      "The fc weight has another width, or a slot is dropped by position.",
      "Use as many aux captures as the draft's fc takes."),
-    ("HS403", "layers-undeclared", _E, "The draft does not say which layers it is fed; the engine would use its own default.",
-     "The default differs between engines and versions.",
+    ("HS403", "layers-undeclared", _E, "The draft does not say which layers it is fed.",
+     "Each engine then uses a default of its own, which differs by version.",
      "Write the layer ids into the draft's config."),
     ("HS404", "layers-ambiguous", _E, "The draft's config names different layers in different places.",
      "Which is read depends on the engine.",
@@ -171,7 +169,7 @@ CODES: dict[str, CodeInfo] = _table(
     ("HS405", "norm-mismatch", _E, "A norm is applied on one side alone.",
      "The head is trained on differently scaled input than it is served.",
      "Make both sides agree; see the fields named."),
-    ("HS406", "shift-mismatch", _E, "Token, feature, position or target are shifted differently in training and serving.",
+    ("HS406", "shift-mismatch", _E, "Token, feature, position or target are shifted differently when served.",
      "The head learns another task than the engine asks of it.",
      "Use hsformat.align."),
     ("HS407", "rope-mismatch", _E, "Rotary position embedding differs between training and serving.",
@@ -280,9 +278,14 @@ class Problem:
         """Return the same problem with its place inside ``outer``."""
         where = f"{outer}: {self.where}" if self.where else outer
         return Problem(
-            code=self.code, severity=self.severity, where=where, got=self.got, expected=self.expected,
-            fix=self.fix, record=self.record,
-        )  # fmt: skip
+            code=self.code,
+            severity=self.severity,
+            where=where,
+            got=self.got,
+            expected=self.expected,
+            fix=self.fix,
+            record=self.record,
+        )
 
     def __str__(self) -> str:
         return "\n".join(

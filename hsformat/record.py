@@ -135,13 +135,20 @@ class Record:
     """
 
     __slots__ = (
-        "fields", "hidden", "id", "input_ids", "loss_mask", "position_ids", "provenance", "source_digest",
-    )  # fmt: skip
+        "fields",
+        "hidden",
+        "id",
+        "input_ids",
+        "loss_mask",
+        "position_ids",
+        "provenance",
+        "source_digest",
+    )
 
     def __init__(
         self,
         *,
-        id: str,  # noqa: A002 - the word that the format uses
+        id: str,
         input_ids: Any,
         loss_mask: Any,
         hidden: Mapping[str, Any],
@@ -154,9 +161,7 @@ class Record:
         self.input_ids = _array(input_ids, "HS105", id, "input_ids")
         self.loss_mask = _array(loss_mask, "HS104", id, "loss_mask")
         self.hidden = {k: _array(v, "HS207", id, f"hidden[{k!r}]") for k, v in hidden.items()}
-        self.position_ids = (
-            None if position_ids is None else _array(position_ids, "HS106", id, "position_ids")
-        )
+        self.position_ids = None if position_ids is None else _array(position_ids, "HS106", id, "position_ids")
         self.fields = {k: _array(v, "HS109", id, f"fields[{k!r}]") for k, v in (fields or {}).items()}
         self.provenance = provenance if provenance is not None else Provenance()
         self.source_digest = source_digest
@@ -180,7 +185,8 @@ class Record:
         return sum(a.nbytes for a in arrays)
 
     def __repr__(self) -> str:
-        return f"Record(id={self.id!r}, tokens={self.num_tokens}, states={self.num_states}, captures={list(self.hidden)})"
+        shape = f"tokens={self.num_tokens}, states={self.num_states}"
+        return f"Record(id={self.id!r}, {shape}, captures={list(self.hidden)})"
 
 
 def _array(value: Any, code: str, record_id: str, name: str) -> npt.NDArray[Any]:

@@ -1,0 +1,186 @@
+"""The refusals: whether the data means what the other side will do with it.
+
+:func:`compare` returns every disagreement, with both values. It reads no file and guesses nothing. This module may
+import ``problems``, ``contract`` and ``layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hsformat.contract import Contract, compatibility_view, differing_fields
+from hsformat.layout import Layout, parse_capture_key
+from hsformat.problems import Problem, Severity, problem
+
+__all__ = ["compare"]
+
+_FIELD_CODES = (
+    ("target.quantization", "HS305"),
+    ("target.hidden_size", "HS409"),
+    ("target", "HS301"),
+    ("tokenizer_digest", "HS302"),
+)
+
+
+def compare(contract: Contract, other: Layout | Contract) -> list[Problem]:
+    """Compare what data holds with what it will be used for.
+
+    Parameters
+    ----------
+    contract
+        Of the data.
+    other
+        A layout: the ordered captures that a draft is fed. A contract: data that must mean the same.
+
+    Returns
+    -------
+    All disagreements. Between two contracts, those outside the compatibility digest (name, revision, layout, codec,
+    fields that need not be understood) are notes: reported, never a refusal. Equal sides give an empty list.
+
+    Raises
+    ------
+    TypeError
+        ``other`` is neither.
+    """
+    if isinstance(other, Layout):
+        return _compare_layout(contract, other)
+    if isinstance(other, Contract):
+        return _compare_contract(contract, other)
+    raise TypeError(f"a contract is compared with a Layout or a Contract, not with {type(other).__name__}")
+
+
+def _compare_layout(contract: Contract, served: Layout) -> list[Problem]:
+    out = []
+    own = contract.layout
+    absent = [k for k in served.keys if k not in contract.keys]
+    if own.aux != served.aux:
+        out.append(
+            problem(
+                "HS402" if len(own.aux) != len(served.aux) else "HS401",
+                where="layout.aux",
+                got=_list(own.aux),
+                expected=f"{_list(served.aux)}{_moved(own.aux, served.aux)}",
+                fix=_aux_fix(served, absent),
+            )
+        )
+        if len(own.aux) != len(served.aux):
+            # The order is as wrong as the number: both are said, since each has its own remedy.
+            out.append(
+                problem(
+                    "HS401",
+                    where="layout.aux",
+                    got=_list(own.aux),
+                    expected=_list(served.aux),
+                    fix=_aux_fix(served, absent),
+                )
+            )
+    out.extend(_compare_last(contract, served))
+    out.extend(
+        problem(
+            "HS109",
+            where="captures",
+            got=f"captures {_list(contract.keys)}",
+            expected=f"{key} among them",
+            fix=f"extract again with depth {parse_capture_key(key)[0]}; no other capture can stand in for {key}",
+        )
+        for key in absent
+    )
+    return out
+
+
+def _compare_last(contract: Contract, served: Layout) -> list[Problem]:
+    last, n = served.last, contract.target.num_layers
+    if last is None or last == contract.layout.last:
+        return []
+    depth, normed = parse_capture_key(last)
+    own = contract.layout.last
+    got = "no last capture" if own is None else own
+    if depth != n:
+        return [
+            problem(
+                "HS401",
+                where="layout.last",
+                got=got,
+                expected=last,
+                fix=f"the target distribution comes from depth {n}, after the last layer",
+            )
+        ]
+    if own is not None and parse_capture_key(own)[1] != normed:
+        return [
+            problem(
+                "HS405",
+                where="layout.last",
+                got=f"{own} ({_norm(own)})",
+                expected=f"{last} ({_norm(last)})",
+                fix=f"use last={own!r} and say on the other side whether the final norm is still to be applied",
+            )
+        ]
+    return []  # stored or not, HS109 says it
+
+
+def _compare_contract(contract: Contract, other: Contract) -> list[Problem]:
+    a, b = contract.to_json(), other.to_json()
+    binding = {path for path, _, _ in differing_fields(compatibility_view(a), compatibility_view(b))}
+    out = []
+    for path, got, expected in differing_fields(a, b):
+        binds = path in binding or (path.startswith("fields") and any(p.startswith("fields") for p in binding))
+        out.append(
+            problem(
+                _field_code(path, binds=binds),
+                where=path,
+                got=_short(got),
+                expected=_short(expected),
+                severity=Severity.ERROR if binds else Severity.NOTE,
+                fix=f"make {path} equal on both sides" if binds else "nothing: it does not decide meaning",
+            )
+        )
+    return out
+
+
+def _field_code(path: str, *, binds: bool) -> str:
+    if binds:
+        for prefix, code in _FIELD_CODES:
+            if path == prefix or path.startswith((f"{prefix}.", f"{prefix}[")):
+                return code
+    return "HS507"
+
+
+def _aux_fix(served: Layout, absent: Sequence[str]) -> str:
+    if absent:
+        return (
+            f"the data lacks {_list(absent)}: extract again with depths {_depths(served)}, or feed the draft the "
+            "captures that the data was extracted for"
+        )
+    return (
+        f"all of them are stored: train with --aux {','.join(served.aux)} "
+        f"(Layout(aux={served.aux!r}, last={served.last!r})), or change the draft"
+    )
+
+
+def _moved(own: Sequence[str], served: Sequence[str]) -> str:
+    """Name the usual causes when the numbers show them: one order or another, all slots moved by the same step."""
+    if sorted(own) == sorted(served):
+        return " (the same captures in another order)"
+    if len(own) == len(served):
+        steps = {parse_capture_key(b)[0] - parse_capture_key(a)[0] for a, b in zip(own, served, strict=True)}
+        if len(steps) == 1:
+            return f" (every slot is shifted by {steps.pop():+d})"
+    return ""
+
+
+def _depths(layout: Layout) -> str:
+    return ", ".join(str(parse_capture_key(k)[0]) for k in layout.keys)
+
+
+def _norm(key: str) -> str:
+    return "after the final norm" if parse_capture_key(key)[1] else "before the final norm"
+
+
+def _list(keys: Sequence[str]) -> str:
+    return f"[{', '.join(keys)}]"
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,156 @@
+"""The rules of a record: each broken on its own gives its own code, and all are reported together."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from factories import tiny_contract, tiny_record
+
+from hsformat.checks import check_record
+from hsformat.problems import InvalidRecord, Problem, Severity
+from hsformat.record import Generation, Provenance, Record
+
+C = tiny_contract()
+
+
+def check(record: Record, contract=C) -> list[Problem]:
+    return check_record(contract, record)[0]
+
+
+def codes(record: Record, contract=C) -> list[str]:
+    return [p.code for p in check(record, contract)]
+
+
+def test_valid_record_has_no_problem_and_exact_stats():
+    record = tiny_record(C)
+    problems, stats = check_record(C, record)
+    assert problems == []
+    h = record.hidden["d2"].astype(np.float64)
+    assert stats["d2"].mean_l2 == pytest.approx(np.linalg.norm(h, axis=1).mean(), rel=1e-5)
+    assert stats["d2"].max_abs == np.abs(h).max()
+
+
+def test_mask_5147_for_4095_states():  # the seed fault
+    (p,) = check(tiny_record(C, tokens=4095, loss_mask=np.ones(5147, np.uint8)))
+    assert (p.code, p.got, p.severity, p.record) == ("HS101", "5147", Severity.ERROR, "r0")
+    assert "4095" in p.expected
+
+
+def test_states_100_mask_120_is_never_sliced():  # speculators PR#871
+    (p,) = check(tiny_record(C, tokens=100, loss_mask=np.ones(120, np.uint8)))
+    assert p.code == "HS101"
+    assert {"120", "100, the number of input_ids"} == {p.got, p.expected}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"loss_mask": np.zeros(7, np.uint8)}, "HS103"),
+        ({"loss_mask": np.full(7, 2)}, "HS104"),
+        ({"loss_mask": np.ones(7)}, "HS104"),
+        ({"input_ids": np.full(7, -100)}, "HS105"),
+        ({"input_ids": np.full(7, 100)}, "HS105"),
+        ({"input_ids": np.ones(7)}, "HS105"),
+        ({"input_ids": np.ones((1, 7), int)}, "HS101"),
+        ({"position_ids": np.arange(6)}, "HS106"),
+        ({"position_ids": np.arange(7)[::-1]}, "HS106"),
+        ({"position_ids": np.arange(7) - 1}, "HS106"),
+        ({"position_ids": np.arange(7.0)}, "HS106"),
+        ({"id": ""}, "HS107"),
+        ({"id": "x" * 1025}, "HS107"),
+        ({"id": "\ud800"}, "HS107"),
+        ({"hidden": {"d9": np.ones((7, 8), np.float32)}}, "HS109"),
+        ({"hidden": {"d2": np.ones((7, 9), np.float32)}}, "HS409"),
+        ({"hidden": {"d2": np.ones((6, 8), np.float32)}}, "HS101"),
+        ({"hidden": {"d2": np.ones((1, 7, 8), np.float32)}}, "HS101"),
+        ({"hidden": {"d2": np.ones((7, 8), np.int32)}}, "HS207"),
+        ({"fields": {"weights": np.ones(7)}}, "HS109"),
+    ],
+)
+def test_one_fault_one_code(changes, code):
+    assert set(codes(tiny_record(C, **changes))) == {code}
+
+
+def test_missing_capture_is_named():
+    record = tiny_record(C)
+    del record.hidden["d3"]
+    (p,) = check(record)
+    assert p.code == "HS109"
+    assert p.expected.startswith("d3")
+
+
+def test_all_problems_are_returned():
+    record = tiny_record(C, loss_mask=np.full(8, 3), input_ids=np.full(7, 100), position_ids=np.arange(3))
+    assert codes(record) == ["HS105", "HS101", "HS106"]
+
+
+def test_a_generated_record_may_lack_the_last_state():
+    h = {k: np.ones((6, 8), np.float32) for k in C.keys}
+    assert "HS101" in codes(tiny_record(C, hidden=h))
+    generated = Provenance(generation=Generation(mode="greedy", max_new_tokens=4))
+    assert codes(tiny_record(C, hidden=h, provenance=generated)) == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nonfinite_names_record_capture_and_token(value):  # speculators PR#615, PR#966
+    h = np.ones((40, 8), ml_dtypes.bfloat16)
+    h[17, 3] = value
+    (p,) = check(tiny_record(C, tokens=40, hidden={"d2": h}))
+    assert p.code == "HS201"
+    assert p.where == "record 'r0': hidden['d2'] token 17 channel 3"
+
+
+def test_scan_in_blocks_finds_the_same(monkeypatch):
+    h = np.ones((40, 8), np.float32)
+    h[17, 3], h[39, 0] = np.nan, np.inf
+    record = tiny_record(C, tokens=40, hidden={"d2": h})
+    whole = check(record)
+    monkeypatch.setattr("hsformat.checks.BLOCK_BYTES", 4 * 8 * 3)
+    assert check(record) == whole
+    assert "2 such value(s)" in whole[0].got
+
+
+def test_all_zero_states_of_unwritten_slots():  # vllm PR#46301, speculators#613
+    h = np.ones((1000, 8), np.float32)
+    h[:10] = 0
+    (note,) = check(tiny_record(C, tokens=1000, hidden={"d1": h}))
+    assert (note.code, note.severity) == ("HS202", Severity.NOTE)
+    assert "10 of 1000" in note.got
+    h[10] = 0
+    (error,) = check(tiny_record(C, tokens=1000, hidden={"d1": h}))
+    assert (error.code, error.severity) == ("HS202", Severity.ERROR)
+
+
+def test_bfloat16_target_overflows_float16():  # elk#208
+    captures = [{"depth": d, "norm": "none", "dtype": "float16"} for d in (1, 2, 3, 4)]
+    half = tiny_contract(captures=captures)
+    h = np.full((7, 8), 7e4, ml_dtypes.bfloat16)
+    assert codes(tiny_record(half, hidden={"d2": h}), half) == ["HS207"]
+    assert codes(tiny_record(C, hidden={"d2": h})) == []
+    h = np.full((7, 8), 3.4e38, np.float32)  # finite, and rounds to infinity in bfloat16
+    assert codes(tiny_record(C, hidden={"d2": h})) == ["HS207"]
+
+
+def test_float8_without_scales():  # vllm PR#39160
+    h = np.ones((7, 8), ml_dtypes.float8_e4m3fn)
+    assert codes(tiny_record(C, hidden={"d2": h})) == ["HS207"]
+
+
+@pytest.mark.parametrize("changes", [{"input_ids": ["a"]}, {"loss_mask": [[1], [1, 2]]}, {"hidden": {"d1": object()}}])
+def test_no_array_at_all(changes):
+    with pytest.raises(InvalidRecord) as e:
+        tiny_record(C, **changes)
+    assert e.value.problems[0].id == "r0"
+
+
+def test_declared_fields():
+    fields = [
+        {"name": "logprob", "axis": "token", "dtype": "float32", "shape": [2], "must_understand": False},
+        {"name": "score", "axis": "record", "dtype": "int32", "shape": [], "must_understand": False},
+    ]
+    c = tiny_contract(fields=fields)
+    assert codes(tiny_record(c), c) == []
+    wrong = {"logprob": np.ones((7, 3), np.float32), "score": np.float64(1)}
+    assert codes(tiny_record(c, fields=wrong), c) == ["HS101", "HS207"]
+    assert codes(tiny_record(c, fields={}), c) == ["HS109", "HS109"]
