@@ -1,0 +1,40 @@
+"""The ``hsformat`` command. Thin: each command parses its options and calls the library.
+
+Exit codes: 0 clean (notes and warnings allowed), 1 a problem of severity error, 2 could not do the job; 128 + n after
+signal n. Bad input is a problem with a code, never a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from hsformat.cli.explain import explain
+from hsformat.cli.extract import extract
+from hsformat.cli.info import info
+from hsformat.cli.output import guarded
+from hsformat.validate.command import validate
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="hsformat",
+    help="Versioned, validated hidden-state records for training EAGLE-3 draft heads.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (extract, validate, info, explain):
+    app.command()(command)
+
+
+@app.callback()
+def _root() -> None:
+    """Versioned, validated hidden-state records for training EAGLE-3 draft heads."""
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.exit(guarded(app))

@@ -1,0 +1,171 @@
+"""``hsformat extract``: real states of a real model into a store. Composes target, prepare and extraction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+
+from hsformat.cli.options import check_choice, parse_options
+from hsformat.cli.output import echo_problems, human_bytes
+from hsformat.problems import Severity, exit_code
+
+__all__ = ["extract"]
+
+_MIB = 1024 * 1024
+
+
+def extract(
+    model: Annotated[Path, typer.Option(help="Folder of the target model.")],
+    data: Annotated[Path, typer.Option(help="JSON Lines with messages, or with input_ids and loss_mask.")],
+    out: Annotated[Path, typer.Option(help="Store to write; one begun by the same command is continued.")],
+    layers: Annotated[str, typer.Option(help="eagle3 (2, N//2, N-3), or aux depths in the draft's order: 2,15,27.")],
+    engine: Annotated[str, typer.Option(help="Name of an installed extractor.")] = "transformers",
+    last: Annotated[
+        str, typer.Option(help="Last capture at depth N: pre (before the final norm), post, none.")
+    ] = "pre",
+    generate: Annotated[int, typer.Option(help="The target writes the answer, at most so many tokens.", min=0)] = 0,
+    temperature: Annotated[float, typer.Option(help="Sample at this temperature; 0: greedy.", min=0)] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus of sampling.", min=0, max=1)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of tokens to sample from.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling; required with a temperature.")] = None,
+    codec: Annotated[str, typer.Option(help="compact (smaller) or fast.")] = "compact",
+    dtype: Annotated[str | None, typer.Option(help="Run the target in this dtype; default: its config's.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Cut samples to so many tokens; default: the target's.")
+    ] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a forward pass, padding included.", min=1)] = 4096,
+    segment_mib: Annotated[int, typer.Option(help="Bound of a segment in memory, MiB.", min=1)] = 256,
+    commit_seconds: Annotated[float, typer.Option(help="Commit a segment at the latest after so long.", min=0)] = 120.0,
+    template_kwargs: Annotated[str, typer.Option(help="Keyword arguments of the chat template, as JSON.")] = "{}",
+    weights_digest: Annotated[bool, typer.Option("--weights-digest", help="Hash all weight files.")] = False,  # noqa: FBT002
+    option: Annotated[list[str] | None, typer.Option(help="Option of the engine, NAME=VALUE (device=cuda:0).")] = None,
+    format: Annotated[str, typer.Option(help="Of the summary: text or json.")] = "text",
+) -> None:
+    """Extract hidden states of conversations into a store, and go on where an earlier run stopped."""
+    check_choice("--last", last, ("pre", "post", "none"))
+    check_choice("--codec", codec, ("compact", "fast"))
+    check_choice("--format", format, ("text", "json"))
+    if dtype is not None:
+        check_choice("--dtype", dtype, ("bfloat16", "float16", "float32"))
+    from hsformat.cli.progress import extraction_progress
+    from hsformat.extraction import ExtractionRequest, extract_to_store, find_extractor, make_contract
+    from hsformat.extraction.plan import parse_layers
+    from hsformat.prepare import count_rows, load_tokenizer, prepare
+    from hsformat.target import describe
+
+    generation = _generation(generate, temperature, top_p, top_k, seed)
+    kwargs = _json_object("--template-kwargs", template_kwargs)
+    extractor = find_extractor(engine)
+    described = describe(model, dtype=dtype, weights_digest=weights_digest)
+    contract = make_contract(
+        described.model,
+        tokenizer_digest=described.tokenizer_digest,
+        aux=parse_layers(layers, described.model.num_layers),
+        last=cast("Literal['pre', 'post', 'none']", last),
+        codec=cast("Literal['compact', 'fast']", codec),
+    )
+    request = ExtractionRequest(
+        model=model,
+        target=described.model,
+        captures=contract.captures,
+        generation=generation,
+        batch_tokens=batch_tokens,
+        options=parse_options("--option", option or ()),
+    )
+    if problems := extractor.preflight(request):
+        echo_problems(problems, err=True)
+        if code := exit_code(problems):
+            raise typer.Exit(code)
+    limit = max_length if max_length is not None else described.max_positions
+    total = count_rows(data)
+    samples = prepare(
+        data,
+        load_tokenizer(model),
+        vocab_size=described.model.vocab_size,
+        max_length=limit,
+        for_generation=bool(generate),
+        reserve=generate,
+        template_kwargs=kwargs,
+    )
+    with extraction_progress(total) as listener:
+        report = extract_to_store(
+            extractor,
+            samples,
+            request=request,
+            contract=contract,
+            out=out,
+            segment_bytes=segment_mib * _MIB,
+            commit_seconds=commit_seconds,
+            listener=listener,
+        )
+    _finish(report, samples.summary, out, format)
+
+
+def _finish(report: Any, summary: Any, out: Path, format: str) -> None:
+    problems = [*summary.all_problems, *report.problems]
+    code = max(report.exit_code, exit_code(problems))
+    if format == "json":
+        facts = {
+            "store": str(out),
+            "written": report.written,
+            "skipped": report.skipped,
+            "tokens": report.tokens,
+            "bytes": report.nbytes,
+            "seconds": round(report.seconds, 3),
+            "quarantined": dict(report.quarantined),
+            "quarantine_file": str(report.quarantine_path) if report.quarantine_path else None,
+            "interrupted": report.interrupted.name if report.interrupted else None,
+            "preparation": summary.to_dict(),
+            "problems": [p.to_dict() for p in problems],
+            "exit_code": code,
+        }
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        raise typer.Exit(code)
+    echo_problems((p for p in problems if p.severity is not Severity.NOTE), err=True)
+    for line in summary.lines():
+        typer.echo(line)
+    typer.echo(
+        f"extract: {report.written:,} records written ({report.tokens:,} tokens, {human_bytes(report.nbytes)} of "
+        f"states) in {report.seconds:.1f} s, {report.skipped:,} were there already: {out}"
+    )
+    if report.quarantined:
+        reasons = ", ".join(f"{n} {c}" for c, n in sorted(report.quarantined.items()))
+        typer.echo(
+            f"extract: {report.quarantined.total():,} quarantined ({reasons}): {report.quarantine_path}", err=True
+        )
+    if report.interrupted is not None:
+        typer.echo(
+            f"extract: stopped by {report.interrupted.name}; what is whole is committed, and the same command goes on "
+            "from there",
+            err=True,
+        )
+    raise typer.Exit(code)
+
+
+def _generation(n: int, temperature: float, top_p: float | None, top_k: int | None, seed: int | None) -> Any:
+    from hsformat.record import Generation
+
+    if not n:
+        if temperature or top_p is not None or top_k is not None or seed is not None:
+            raise typer.BadParameter("sampling options go with --generate N", param_hint="--generate")
+        return Generation(mode="none")
+    if not temperature:
+        if top_p is not None or top_k is not None or seed is not None:
+            raise typer.BadParameter("--top-p, --top-k and --seed go with a temperature", param_hint="--temperature")
+        return Generation(mode="greedy", max_new_tokens=n)
+    if seed is None:
+        raise typer.BadParameter("sampling needs a seed, so that the run can be repeated", param_hint="--seed")
+    return Generation(mode="sampled", max_new_tokens=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise typer.BadParameter(f"not JSON: {e}", param_hint=option) from e
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object", param_hint=option)
+    return value

@@ -1,0 +1,116 @@
+"""``hsformat info STORE``: what a store holds, one line a capture. May import ``store`` and ``engines``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+
+from hsformat.cli.output import echo_problems, human_bytes
+from hsformat.contract import Contract
+
+__all__ = ["info"]
+
+_TITLES = {"transformers": "Transformers", "vllm": "vLLM", "sglang": "SGLang"}
+
+
+def info(
+    store: Annotated[str, typer.Argument(help="Path of a store.")],
+    format: Annotated[str, typer.Option(help="text or json.")] = "text",
+) -> None:
+    """Show what a store holds: target, records, layout, and each capture with its number in every engine."""
+    from hsformat.cli.options import check_choice
+    from hsformat.store import open as open_store
+
+    check_choice("--format", format, ("text", "json"))
+    opened = open_store(store)
+    facts = _facts(opened)
+    if format == "json":
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        typer.echo(_text(facts))
+        echo_problems(opened.problems)
+
+
+def _facts(store: Any) -> dict[str, Any]:
+    contract: Contract = store.contract
+    generation: Counter[str] = Counter()
+    templates: Counter[str] = Counter()
+    for segment in store.segments:
+        for provenance in segment.provenances:
+            g = provenance.generation
+            shown = {k: v for k, v in g.model_dump().items() if k != "mode" and v is not None}
+            generation[g.mode + "".join(f", {k} {v}" for k, v in shown.items())] += 1
+            templates[str(provenance.template_digest or "none")] += 1
+    return {
+        "path": str(store.path),
+        "contract": contract.to_json(),
+        "digest": contract.digest,
+        "compatibility_digest": contract.compatibility_digest,
+        "records": len(store),
+        "segments": len(store.segments),
+        "tokens": store.tokens,
+        "bytes": store.nbytes,
+        "generation": dict(generation),
+        "templates": dict(templates),
+        "producers": sorted({json.dumps(s.producer, sort_keys=True) for s in store.segments}),
+        "captures": [_capture(contract, key) for key in contract.keys],
+    }
+
+
+def _capture(contract: Contract, key: str) -> dict[str, Any]:
+    from hsformat.engines import ENGINES, describe_capture, engine_number
+    from hsformat.problems import ResolveError
+
+    n, architecture = contract.target.num_layers, contract.target.architecture
+    numbers, remarks = {}, []
+    for engine in ENGINES:
+        try:
+            found = engine_number(engine, architecture, n, key)
+        except ResolveError:
+            numbers[engine] = "unknown"
+            continue
+        numbers[engine] = "none" if found.number is None else found.text
+        if found.number is None:
+            remarks.append(f"{_TITLES.get(engine, engine)} has no number for {key}: {found.text.removeprefix('none: ')}")
+    return {
+        "key": key,
+        "meaning": describe_capture(key, n),
+        "dtype": contract.capture(key).dtype,
+        "numbers": numbers,
+        "remarks": remarks,
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    contract = facts["contract"]
+    target, layout = contract["target"], contract["layout"]
+    quant = target["quantization"] or "not quantised"
+    lines = [
+        f"{facts['path']}: hsformat store, spec {contract['spec_version']}",
+        f"  target      {target['name']}{' @ ' + target['revision'] if target['revision'] else ''}: "
+        f"{target['architecture']}, {target['num_layers']} layers, hidden {target['hidden_size']}, "
+        f"vocabulary {target['vocab_size']}, {target['dtype']}, {quant}",
+        f"  records     {facts['records']:,}, segments {facts['segments']:,}, {facts['tokens']:,} tokens, "
+        f"{human_bytes(facts['bytes'])} on disk, codec {contract['codec']}",
+        f"  layout      aux [{', '.join(layout['aux'])}], last {layout['last'] or 'none'}",
+    ]
+    lines += [f"  generation  {k}: {v:,} records" for k, v in facts["generation"].items()]
+    lines += [f"  template    {k}: {v:,} records" for k, v in facts["templates"].items()]
+    for name in ("generation", "templates"):
+        if len(facts[name]) > 1:
+            lines.append(f"  mixed       records of {len(facts[name])} kinds of {name}")
+    lines += [f"  fields      {f['name']}: {f['dtype']} a {f['axis']}" for f in contract["fields"]]
+    lines.append(f"  digest      {facts['digest']}")
+    lines.append(f"  compatible  {facts['compatibility_digest']}")
+    lines.append("  captures")
+    rows = [
+        [c["key"], c["meaning"], c["dtype"], *(f"{_TITLES.get(e, e)} {t}" for e, t in c["numbers"].items())]
+        for c in facts["captures"]
+    ]
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    lines += ["    " + "  ".join(t.ljust(w) for t, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    lines += [f"    {remark}" for c in facts["captures"] for remark in c["remarks"]]
+    return "\n".join(lines)

@@ -1,0 +1,60 @@
+"""What all commands share: printing problems, and turning errors into exit codes. May import ``problems``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import typer
+
+from hsformat.problems import ExitCode, HsError, Problem, Severity, exit_code
+
+__all__ = ["echo_problems", "guarded", "human_bytes", "summary_line"]
+
+
+def guarded(run: Callable[[], Any]) -> int:
+    """Run a command and return its exit code; errors of hsformat and of the system are printed, not raised."""
+    try:
+        run()
+    except SystemExit as e:  # typer ends every command so
+        return e.code if isinstance(e.code, int) else ExitCode.UNABLE
+    except HsError as e:
+        echo_problems(e.problems, err=True)
+        return max(exit_code(e.problems), ExitCode.PROBLEMS)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.PROBLEMS
+    except KeyboardInterrupt:
+        typer.echo("hsformat: stopped", err=True)
+        return 130
+    except (OSError, MemoryError) as e:
+        typer.echo(f"hsformat: {type(e).__name__}: {e}", err=True)
+        return ExitCode.UNABLE
+    return ExitCode.CLEAN
+
+
+def echo_problems(problems: Iterable[Problem], *, err: bool = False) -> None:
+    """Print problems, worst first, otherwise in the order found."""
+    order = {s: i for i, s in enumerate(Severity)}
+    for p in sorted(problems, key=lambda p: order[p.severity]):
+        typer.echo(str(p), err=err)
+
+
+def summary_line(problems: Sequence[Problem]) -> str:
+    """Return ``2 errors, 0 warnings, 1 note``."""
+    parts = []
+    for severity in Severity:
+        n = sum(p.severity is severity for p in problems)
+        parts.append(f"{n} {severity.value}{'' if n == 1 else 's'}")
+    return ", ".join(parts)
+
+
+def human_bytes(n: float) -> str:
+    """Return a number of bytes in decimal units: ``27.7 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"

@@ -1,0 +1,75 @@
+"""The progress bar of an extraction: records, tokens a second, bytes, time left.
+
+On a terminal a live bar on stderr; elsewhere (a batch log) a line every half minute. May import ``extraction``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from hsformat.cli.output import human_bytes
+from hsformat.extraction.driver import ExtractionReport, Listener
+
+__all__ = ["extraction_progress"]
+
+LINE_SECONDS = 30.0
+
+
+@contextmanager
+def extraction_progress(total: int | None) -> Iterator[Listener]:
+    """Yield a listener for the driver; ``total`` is the number of samples, None where unknown."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(total)
+        return
+    columns = (
+        TextColumn("extract"),
+        BarColumn(),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("extract", total=total, rate="")
+
+        def show(report: ExtractionReport) -> None:
+            bar.update(task, completed=_done(report), rate=_rate(report))
+
+        yield show
+
+
+class _Lines:
+    """One line now and then."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total = total
+        self._next = time.monotonic() + LINE_SECONDS
+
+    def __call__(self, report: ExtractionReport) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + LINE_SECONDS
+        done = _done(report)
+        of = "" if self.total is None else f" of {self.total}"
+        left = ""
+        if self.total and done:
+            left = f", about {report.seconds * (self.total - done) / done:.0f} s left"
+        print(f"extract: {done}{of} records, {_rate(report)}{left}", file=sys.stderr, flush=True)
+
+
+def _done(report: ExtractionReport) -> int:
+    return report.written + report.skipped + report.quarantined.total()
+
+
+def _rate(report: ExtractionReport) -> str:
+    speed = report.tokens / report.seconds if report.seconds else 0.0
+    bad = f", {report.quarantined.total()} quarantined" if report.quarantined else ""
+    return f"{speed:,.0f} tokens/s, {human_bytes(report.nbytes)}{bad}"

@@ -1,0 +1,334 @@
+"""The driver: runs any extractor into a store, with resume, quarantine and an orderly stop.
+
+One loop for all engines. Records are matched to samples by id; what an engine returns is compared with what it was
+sent; what fails is quarantined with its codes and the rest goes on; what is committed stays. May import everything
+below ``cli``, no engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+import hsformat.store as hs_store
+from hsformat.contract import Contract, differing_fields
+from hsformat.extraction.protocol import ExtractionRequest, Extractor, Rejected
+from hsformat.extraction.quarantine import Quarantine
+from hsformat.problems import (
+    ContractMismatch,
+    ExitCode,
+    InvalidRecord,
+    Problem,
+    Severity,
+    StoreError,
+    exit_code,
+    problem,
+)
+from hsformat.record import Record, TokenSample
+from hsformat.store import Writer
+
+__all__ = ["ExtractionReport", "Listener", "extract_to_store"]
+
+COMMIT_SECONDS = 120.0
+"""A segment is committed at the latest after this time, so that a kill costs minutes whatever the speed."""
+
+
+@dataclass(kw_only=True)
+class ExtractionReport:
+    """What a run did.
+
+    Attributes
+    ----------
+    written, tokens, nbytes
+        Records committed by this run, their tokens, bytes of their states.
+    skipped
+        Samples whose record was in the store already.
+    quarantined
+        Samples that gave no record, by code of their first error.
+    problems
+        All problems of the run but those of quarantined records, which are in the quarantine file.
+    quarantine_path
+        That file; None: nothing is quarantined.
+    interrupted
+        The signal that ended the run, or None.
+    seconds
+        Wall time.
+    """
+
+    written: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    skipped: int = 0
+    quarantined: Counter[str] = field(default_factory=Counter)
+    problems: list[Problem] = field(default_factory=list)
+    quarantine_path: Path | None = None
+    interrupted: signal.Signals | None = None
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number after an interruption, otherwise as for its problems and quarantined records."""
+        if self.interrupted is not None:
+            return 128 + int(self.interrupted)
+        return max(exit_code(self.problems), ExitCode.PROBLEMS if self.quarantined else ExitCode.CLEAN)
+
+
+class Listener(Protocol):
+    """Told about progress after each sample; see ``hsformat.cli.progress``."""
+
+    def __call__(self, report: ExtractionReport) -> None:
+        """Show the report as it stands."""
+        ...
+
+
+def extract_to_store(
+    extractor: Extractor,
+    samples: Iterable[TokenSample],
+    *,
+    request: ExtractionRequest,
+    contract: Contract,
+    out: str | Path,
+    segment_bytes: int | None = None,
+    commit_seconds: float = COMMIT_SECONDS,
+    listener: Listener = lambda report: None,
+) -> ExtractionReport:
+    """Extract samples into a store, new or begun before.
+
+    The extractor is loaded here, after the store was opened and a first sample was found that is not in it, and closed
+    at the end. SIGINT or SIGTERM ends the run after the sample in hand and commits; a second one ends it at once, and
+    what was not committed is lost.
+
+    Parameters
+    ----------
+    samples
+        Consumed as needed. Ids that the store has are skipped.
+    out
+        A new path, or a store of the same contract (the target's name and revision may differ).
+    segment_bytes
+        Bound of a segment in memory; None: the store's default.
+    commit_seconds
+        A segment is committed after this time at the latest.
+
+    Raises
+    ------
+    ContractMismatch
+        HS507, one problem a differing field: the store follows another contract.
+    HsError
+        The target cannot be loaded, or its states are not what the request says.
+    StoreError
+        The store cannot be opened or written (a full disk); what was committed stays.
+    """
+    options: dict[str, Any] = {} if segment_bytes is None else {"segment_bytes": segment_bytes}
+    run = _Run(Path(out), contract, options)
+    return run(extractor, request, samples, commit_seconds, listener)
+
+
+class _Run:
+    """The state of one run: what is pending, what is reported, the writer once there is one."""
+
+    def __init__(self, out: Path, contract: Contract, options: Mapping[str, Any]) -> None:
+        self.out, self.contract, self.options = out, contract, options
+        self.report = ExtractionReport()
+        self.quarantine = Quarantine(out.with_name(f"{out.name}.quarantine.jsonl"))
+        self.pending: dict[str, TokenSample] = {}
+        self.writer: Writer | None = None
+        if hs_store.exists(out):
+            self.writer = hs_store.append(out, **options)
+            self.report.problems += _drift(self.writer.contract, contract, str(out))
+            errors = [p for p in self.report.problems if p.severity is Severity.ERROR]
+            if errors:
+                raise ContractMismatch(errors)
+        else:
+            hs_store.check_new(out)  # a model is loaded for minutes before the store is made
+
+    def __call__(
+        self,
+        extractor: Extractor,
+        request: ExtractionRequest,
+        samples: Iterable[TokenSample],
+        commit_seconds: float,
+        listener: Listener,
+    ) -> ExtractionReport:
+        started = time.monotonic()
+        with _Stop() as stop:
+            todo = self._not_yet_stored(samples, stop)
+            first = next(todo, None)
+            if first is not None:
+                try:
+                    extractor.load(request)
+                    writer = self._writer(extractor.producer())
+                    committed = time.monotonic()
+                    for result in extractor.extract(itertools.chain((first,), todo)):
+                        self._take(result, writer)
+                        if time.monotonic() - committed > commit_seconds:
+                            writer.flush()
+                            committed = time.monotonic()
+                        self.report.seconds = time.monotonic() - started
+                        listener(self.report)
+                        if stop.signal is not None:
+                            break
+                except StoreError:
+                    raise  # what could not be written once is not tried again
+                except Exception:
+                    if self.writer is not None:
+                        self.writer.close()  # what is whole is kept, whatever the engine died of
+                    raise
+                finally:
+                    extractor.close()
+            if self.writer is not None:
+                self.writer.close()
+            self.report.interrupted = stop.signal
+        if self.report.interrupted is None:
+            for sample in self.pending.values():  # asked for and never answered (speculators PR#365)
+                self._reject(sample.id, [_unanswered(sample.id)])
+        self.report.quarantine_path = self.quarantine.close()
+        self.report.seconds = time.monotonic() - started
+        listener(self.report)
+        return self.report
+
+    def _writer(self, producer: dict[str, Any]) -> Writer:
+        if self.writer is None:
+            self.writer = hs_store.create(self.out, self.contract, **self.options)
+        self.writer.producer = producer
+        return self.writer
+
+    def _not_yet_stored(self, samples: Iterable[TokenSample], stop: _Stop) -> Iterator[TokenSample]:
+        """Yield samples that have no record yet; those handed out and not answered are pending."""
+        for sample in samples:
+            if stop.signal is not None:
+                return
+            if sample.id in self.pending:
+                self._reject(sample.id, [_twice(sample.id)])
+            elif self.writer is None or sample.id not in self.writer.ids:
+                self.pending[sample.id] = sample
+                yield sample
+            elif (drift := _other_source(sample, self.writer.source_digest(sample.id))) is not None:
+                self._reject(sample.id, [drift])
+            else:
+                self.report.skipped += 1
+
+    def _take(self, result: Record | Rejected, writer: Writer) -> None:
+        if isinstance(result, Rejected):
+            self.pending.pop(result.sample.id, None)
+            self._reject(result.sample.id, result.problems)
+            return
+        sample = self.pending.pop(result.id, None)
+        problems = [_unasked(result.id)] if sample is None else _wrong_tokens(sample, result)
+        if problems:
+            self._reject(result.id, problems)
+            return
+        try:
+            self.report.problems += writer.append(result)
+        except InvalidRecord as e:
+            self._reject(result.id, e.problems)
+            return
+        self.report.written += 1
+        self.report.tokens += result.num_tokens
+        self.report.nbytes += sum(h.nbytes for h in result.hidden.values())
+
+    def _reject(self, record_id: str, problems: list[Problem]) -> None:
+        errors = [p for p in problems if p.severity is Severity.ERROR] or problems
+        self.report.quarantined[errors[0].code] += 1
+        self.quarantine.add(record_id, problems)
+
+
+def _drift(stored: Contract, asked: Contract, where: str) -> list[Problem]:
+    """HS507 for each field that differs; a moved or renamed target is a note, since its digests are equal."""
+    out = []
+    for path, old, new in differing_fields(stored.to_json(), asked.to_json()):
+        harmless = path in ("target.name", "target.revision")
+        out.append(
+            problem(
+                "HS507",
+                where=f"{where}: {path}",
+                got=f"{new} (this run)",
+                expected=f"{old} (the store)",
+                severity=Severity.NOTE if harmless else Severity.ERROR,
+                fix="nothing: it does not decide meaning"
+                if harmless
+                else "write to another store, or ask for the same",
+            )
+        )
+    return out
+
+
+def _unanswered(record_id: str) -> Problem:
+    got, expected = "no answer from the engine", "a record or a reason for every sample"
+    return problem("HS102", where=f"record {record_id!r}", got=got, expected=expected, record=record_id)
+
+
+def _twice(record_id: str) -> Problem:
+    got, expected = "two samples of this id", "an id of its own for each sample"
+    return problem("HS107", where=f"record {record_id!r}", got=got, expected=expected, record=record_id)
+
+
+def _unasked(record_id: str) -> Problem:
+    got, expected = "a record that was not asked for, or twice", "one record for each sample"
+    return problem("HS206", where=f"record {record_id!r}", got=got, expected=expected, record=record_id)
+
+
+def _other_source(sample: TokenSample, stored: str | None) -> Problem | None:
+    if stored is None or stored == sample.source_digest:
+        return None
+    return problem(
+        "HS507",
+        where=f"record {sample.id!r}: source_digest",
+        got=f"{sample.source_digest} (this run)",
+        expected=f"{stored} (the store)",
+        fix="the id is taken by a record of other tokens or mask: give it another id, or write to another store",
+        record=sample.id,
+    )
+
+
+def _wrong_tokens(sample: TokenSample, record: Record) -> list[Problem]:
+    """HS206 where the engine ran other tokens than it was sent; a generated record begins with its prompt."""
+    sent, ran = np.asarray(sample.input_ids), np.asarray(record.input_ids)
+    if record.provenance.generation.mode != "none" and len(ran) > len(sent):
+        ran = ran[: len(sent)]
+    if np.array_equal(sent, ran):
+        return []
+    n = min(len(sent), len(ran))
+    differs = np.flatnonzero(sent[:n] != ran[:n])
+    at = int(differs[0]) if differs.size else n
+    return [
+        problem(
+            "HS206",
+            where=f"record {record.id!r}: input_ids[{at}]",
+            got=f"{ran[at] if at < len(ran) else 'nothing'} ({len(ran)} tokens ran)",
+            expected=f"{sent[at] if at < len(sent) else 'nothing'} ({len(sent)} tokens were sent)",
+            record=record.id,
+        )
+    ]
+
+
+class _Stop:
+    """Turns the first SIGINT or SIGTERM into a request to stop, and a second one into KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._old: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Stop:
+        if threading.current_thread() is threading.main_thread():
+            for s in (signal.SIGINT, signal.SIGTERM):
+                self._old[s] = signal.signal(s, self._handle)
+        return self
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        for s, handler in self._old.items():
+            signal.signal(s, handler)

@@ -1,0 +1,322 @@
+"""The driver with extractors that misbehave: nothing is lost, nothing silent, everything is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import tiny_contract, tiny_record
+
+import hsformat as hs
+from hsformat.extraction import ExtractionRequest, Rejected, extract_to_store
+from hsformat.problems import Problem, Severity, problem
+from hsformat.record import Generation, Provenance, Record, TokenSample
+
+CONTRACT = tiny_contract()
+REQUEST = ExtractionRequest(
+    model=Path("nowhere"),
+    target=CONTRACT.target,
+    captures=CONTRACT.captures,
+    generation=Generation(mode="none"),
+    batch_tokens=64,
+)
+
+
+def sample(i: int, tokens: int = 6) -> TokenSample:
+    rng = np.random.default_rng(i)
+    mask = np.array([0] * (tokens // 2) + [1] * (tokens - tokens // 2), np.uint8)
+    return TokenSample(id=f"s{i}", input_ids=rng.integers(0, 100, tokens, dtype=np.int32), loss_mask=mask)
+
+
+def answer(s: TokenSample, **changes: Any) -> Record:
+    return tiny_record(
+        CONTRACT,
+        id=changes.pop("id", s.id),
+        tokens=len(s),
+        input_ids=changes.pop("input_ids", s.input_ids),
+        loss_mask=s.loss_mask,
+        source_digest=s.source_digest,
+        **changes,
+    )
+
+
+class Fake:
+    """An extractor that answers right; tests override :meth:`one` or :meth:`extract`."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.loaded = self.closed = 0
+
+    def preflight(self, request: ExtractionRequest) -> list[Problem]:
+        return []
+
+    def load(self, request: ExtractionRequest) -> None:
+        self.loaded += 1
+
+    def one(self, s: TokenSample) -> Record | Rejected | None:
+        return answer(s)
+
+    def extract(self, samples: Iterable[TokenSample]) -> Iterator[Record | Rejected]:
+        for s in samples:
+            result = self.one(s)
+            if result is not None:
+                yield result
+
+    def producer(self) -> dict[str, Any]:
+        return {"name": "fake"}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def run(extractor: Fake, samples: Iterable[TokenSample], out: Path, **options: Any):
+    options.setdefault("contract", CONTRACT)
+    return extract_to_store(extractor, samples, request=REQUEST, out=out, **options)
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "data.hs.zarr"
+
+
+def test_all_records_once_and_a_second_run_has_nothing_to_do(out):
+    fake = Fake()
+    report = run(fake, map(sample, range(5)), out)
+    assert (report.written, report.skipped, report.exit_code) == (5, 0, 0)
+    assert report.tokens == 30
+    again = Fake()
+    report = run(again, map(sample, range(5)), out)
+    assert (report.written, report.skipped, report.exit_code) == (0, 5, 0)
+    assert (again.loaded, fake.loaded, fake.closed) == (0, 1, 1)
+    store = hs.open(out)
+    assert list(store.ids) == [f"s{i}" for i in range(5)]
+    assert store.segments[0].producer == {"name": "fake"}
+
+
+def test_resume_goes_on(out):
+    run(Fake(), map(sample, range(3)), out)
+    report = run(Fake(), map(sample, range(8)), out)
+    assert (report.written, report.skipped) == (5, 3)
+    assert sorted(hs.open(out).ids) == [f"s{i}" for i in range(8)]
+
+
+def test_one_nan_record_is_quarantined_and_99_are_committed(out):  # SpecForge#104
+    class Nan(Fake):
+        def one(self, s):
+            if s.id != "s17":
+                return answer(s)
+            h = np.ones((6, 8), np.float32)
+            h[2, 1] = np.nan
+            return answer(s, hidden={"d2": h})
+
+    report = run(Nan(), map(sample, range(100)), out)
+    assert (report.written, dict(report.quarantined), report.exit_code) == (99, {"HS201": 1}, 1)
+    (line,) = [json.loads(x) for x in report.quarantine_path.read_text().splitlines()]
+    assert line["id"] == "s17"
+    assert "token 2" in line["problems"][0]["where"]
+    report = run(Fake(), map(sample, range(100)), out)  # the next run tries it again
+    assert (report.written, report.skipped, report.quarantine_path) == (1, 99, None)
+    assert not Path(f"{out}.quarantine.jsonl").exists()
+
+
+def test_engine_that_returns_32_of_70(out):  # speculators PR#365
+    class Lossy(Fake):
+        def one(self, s):
+            return answer(s) if int(s.id[1:]) < 32 else None
+
+    report = run(Lossy(), map(sample, range(70)), out)
+    assert (report.written, dict(report.quarantined), report.exit_code) == (32, {"HS102": 38}, 1)
+
+
+def test_records_in_any_order_are_matched_by_id(out):  # speculators PR#365: sorted as req_0, req_1, req_10, ...
+    class Shuffled(Fake):
+        def extract(self, samples):
+            yield from (answer(s) for s in sorted(samples, key=lambda s: s.id))
+
+    assert run(Shuffled(), map(sample, range(12)), out).exit_code == 0
+    store = hs.open(out)
+    for i in range(12):
+        assert store[f"s{i}"].input_ids.tolist() == sample(i).input_ids.tolist()
+
+
+def test_rows_of_another_request(out):  # speculators#279
+    class Swapped(Fake):
+        def one(self, s):
+            return answer(s, input_ids=(s.input_ids + 1) % 100)
+
+    report = run(Swapped(), map(sample, range(2)), out)
+    assert (report.written, dict(report.quarantined)) == (0, {"HS206": 2})
+
+
+def test_prefix_cache_gives_fewer_rows(out):  # vllm#44485
+    class Cached(Fake):
+        def one(self, s):
+            return answer(s, hidden={k: np.ones((4, 8), np.float32) for k in CONTRACT.keys})
+
+    report = run(Cached(), [sample(0)], out)
+    assert (report.written, dict(report.quarantined)) == (0, {"HS101": 1})
+
+
+def test_records_that_nobody_asked_for(out):
+    class Eager(Fake):
+        def one(self, s):
+            return answer(s, id="unasked")
+
+    report = run(Eager(), [sample(0)], out)
+    assert dict(report.quarantined) == {"HS206": 1, "HS102": 1}
+
+
+def test_generated_record_begins_with_its_prompt(out):
+    greedy = Provenance(generation=Generation(mode="greedy", max_new_tokens=4))
+
+    class Writes(Fake):
+        def one(self, s):
+            ids = np.append(s.input_ids, [7, 8]) if s.id != "s1" else np.append([99], s.input_ids)
+            return tiny_record(CONTRACT, id=s.id, tokens=len(ids), input_ids=ids, provenance=greedy)
+
+    report = run(Writes(), [sample(0), sample(1)], out)
+    assert (report.written, dict(report.quarantined)) == (1, {"HS206": 1})
+
+
+def test_engine_that_dies_leaves_what_is_whole(out):
+    class Dies(Fake):
+        def one(self, s):
+            if s.id == "s3":
+                raise RuntimeError("engine is gone")
+            return answer(s)
+
+    fake = Dies()
+    with pytest.raises(RuntimeError):
+        run(fake, map(sample, range(5)), out)
+    assert fake.closed
+    assert list(hs.open(out).ids) == ["s0", "s1", "s2"]
+
+
+def test_target_that_cannot_be_loaded_leaves_no_store(out):
+    class Broken(Fake):
+        def load(self, request):
+            raise hs.ForeignFileError(problem("HS602", where="model", got="x", expected="y"))
+
+    with pytest.raises(hs.ForeignFileError):
+        run(Broken(), [sample(0)], out)
+    assert not out.exists()
+
+
+def test_nothing_to_extract_makes_no_store_and_loads_no_model(out):
+    fake = Fake()
+    assert run(fake, [], out).exit_code == 0
+    assert (fake.loaded, out.exists()) == (0, False)
+
+
+def test_output_path_that_holds_something_else_is_refused_before_the_model_is_loaded(out):
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    fake = Fake()
+    with pytest.raises(hs.StoreError) as e:
+        run(fake, [sample(0)], out)
+    assert ([p.code for p in e.value.problems], fake.loaded) == (["HS501"], 0)
+    assert os.listdir(out) == ["thesis.txt"]
+
+
+def test_resume_with_another_contract_is_refused_field_by_field(out):  # NeMo Automodel PR#2478
+    run(Fake(), [sample(0)], out)
+    other = tiny_contract(codec="fast", target={"basis_digest": f"sha256:{'9' * 64}", "name": "moved"})
+    with pytest.raises(hs.ContractMismatch) as e:
+        run(Fake(), [sample(1)], out, contract=other)
+    assert {p.code for p in e.value.problems} == {"HS507"}
+    assert {p.where.split(": ")[-1] for p in e.value.problems} == {"codec", "target.basis_digest"}
+    assert len(hs.open(out)) == 1
+
+
+def test_a_moved_target_is_a_note(out):
+    run(Fake(), [sample(0)], out)
+    report = run(Fake(), [sample(1)], out, contract=tiny_contract(target={"name": "moved"}))
+    assert report.exit_code == 0
+    assert [(p.code, p.severity) for p in report.problems] == [("HS507", Severity.NOTE)]
+
+
+def test_resume_with_other_data_under_the_same_id(out):  # NeMo Automodel PR#3396, SpecForge PR#115
+    run(Fake(), [sample(0), sample(1)], out)
+    changed = TokenSample(id="s1", input_ids=sample(5).input_ids, loss_mask=sample(1).loss_mask)
+    report = run(Fake(), [sample(0), changed], out)
+    assert (report.skipped, dict(report.quarantined), report.exit_code) == (1, {"HS507": 1}, 1)
+
+
+def test_same_id_twice_in_the_data(out):
+    class Late(Fake):
+        def extract(self, samples):
+            yield from [answer(s) for s in samples]
+
+    report = run(Late(), [sample(0), sample(0)], out)
+    assert (report.written, dict(report.quarantined)) == (1, {"HS107": 1})
+
+
+def test_commit_by_time(out):
+    class Watch(Fake):
+        def one(self, s):
+            if s.id == "s3":
+                assert len(hs.open(out)) == 3
+            return answer(s)
+
+    run(Watch(), map(sample, range(5)), out, commit_seconds=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_commits_what_is_whole(out, number):
+    class Signalled(Fake):
+        def one(self, s):
+            if s.id == "s2":
+                os.kill(os.getpid(), number)
+            return answer(s)
+
+    report = run(Signalled(), map(sample, range(6)), out)
+    assert report.interrupted == number
+    assert report.exit_code == 128 + number
+    assert list(hs.open(out).ids) == ["s0", "s1", "s2"]
+    assert run(Fake(), map(sample, range(6)), out).written == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_signal_stops_at_once(out):
+    class Stuck(Fake):
+        def one(self, s):
+            if s.id == "s2":
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+            return answer(s)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Stuck(), map(sample, range(6)), out)
+    assert len(hs.open(out)) == 0
+    assert hs.validate_store(out) == []
+
+
+def test_disk_full_keeps_what_is_committed(out, monkeypatch):
+    from hsformat.store.backend import LocalBackend
+
+    class Fills(Fake):
+        def one(self, s):
+            if s.id == "s3":
+                monkeypatch.setattr(LocalBackend, "write", full)
+            return answer(s)
+
+    def full(self, key, data):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(hs.StoreError) as e:
+        run(Fills(), map(sample, range(6)), out, commit_seconds=0)
+    assert "No space left" in e.value.problems[0].got
+    assert list(hs.open(out).ids) == ["s0", "s1", "s2"]
+
+
+def test_listener_sees_every_record(out):
+    seen = []
+    run(Fake(), map(sample, range(4)), out, listener=lambda r: seen.append(r.written))
+    assert seen == [1, 2, 3, 4, 4]
