@@ -1,0 +1,83 @@
+"""Spec 1.0: what is generated from the models and the code table, so that no fact is written twice.
+
+May import ``contract`` and ``problems``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pydantic.json_schema import GenerateJsonSchema
+
+from hsformat.contract import Contract
+from hsformat.problems import CODES
+
+__all__ = ["Rule", "contract_schema", "problems_document", "rules"]
+
+_RULE = re.compile(
+    r"^- \*\*(?P<id>[A-Z]-[0-9]+)(?: \((?P<level>MUST|SHOULD), (?P<code>HS[0-9]{3})\))?\*\*", re.MULTILINE
+)
+
+_FAMILIES = {
+    "1": "records",
+    "2": "numbers",
+    "3": "the target",
+    "4": "serving",
+    "5": "stores",
+    "6": "foreign files",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A numbered rule of the specification: its id, level and the code of a breach; None: no check applies."""
+
+    id: str
+    level: str | None
+    code: str | None
+
+
+def rules(spec_text: str) -> Iterator[Rule]:
+    """Yield the rules of a specification's Markdown text, in their order."""
+    for m in _RULE.finditer(spec_text):
+        yield Rule(id=m["id"], level=m["level"], code=m["code"])
+
+
+def contract_schema() -> str:
+    """Return the JSON Schema (draft 2020-12) of a contract, as it is committed in docs/spec."""
+    schema = Contract.model_json_schema(mode="validation")
+    schema["$schema"] = GenerateJsonSchema.schema_dialect
+    schema["title"] = "hsformat contract 1.0"
+    return f"{json.dumps(schema, indent=2, ensure_ascii=False)}\n"
+
+
+def problems_document() -> str:
+    """Return docs/problems.md: every code, what it means, why it matters and what to do."""
+    lines = [
+        "# Problem codes",
+        "",
+        "Generated from `hsformat/problems.py` by `make docs`. `hsformat explain HS101` prints one of them.",
+        "",
+        "Severity is what a code is by default. Exit codes: 0 without errors, 1 with an error, 2 when the job could not",
+        "be done (" + ", ".join(c.code for c in CODES.values() if c.unable) + ").",
+    ]
+    infos = list(CODES.values())
+    for before, info in pairwise([None, *infos]):
+        if info is None:
+            continue
+        if before is None or before.code[2] != info.code[2]:
+            lines += ["", f"## {info.code[2]}xx: {_FAMILIES[info.code[2]]}"]
+        lines += [
+            "",
+            f"### {info.code} {info.name}",
+            "",
+            f"{info.meaning} ({info.severity.value})",
+            "",
+            f"- Why it matters: {info.why}",
+            f"- What to do: {info.fix}",
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,85 @@
+"""The command line of validation, for ``hsformat validate`` and ``python -m hsformat.validate``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from hsformat.problems import ExitCode, Severity, StoreError, exit_code
+from hsformat.validate.report import Level, Report, Tick
+
+__all__ = ["validate"]
+
+SHOWN = 100
+"""Problems printed as text; the rest is counted. JSON has them all."""
+
+
+class Format(StrEnum):
+    """How the findings are printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def validate(
+    store: Annotated[str, typer.Argument(help="Path of a store.")],
+    level: Annotated[
+        Level,
+        typer.Option(
+            help="metadata: structure, sizes, ids. sample: also some records. full: every checksum and every number."
+        ),
+    ] = Level.SAMPLE,
+    format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
+) -> None:
+    """Check a store against the specification and report every problem found."""
+    from hsformat.validate import run
+
+    try:
+        with _progress(level) as tick:
+            report = run(store, level=level, tick=tick)
+    except StoreError as e:  # nothing to check
+        report = Report(store=store, level=level, problems=e.problems)
+    code = exit_code(report.problems)
+    if format is Format.JSON:
+        typer.echo(json.dumps({**report.to_dict(), "exit_code": code}, indent=2, ensure_ascii=False))
+    else:
+        _print_text(report)
+    raise typer.Exit(code)
+
+
+def _print_text(report: Report) -> None:
+    order = list(Severity)
+    problems = sorted(report.problems, key=lambda p: order.index(p.severity))
+    for p in problems[:SHOWN]:
+        typer.echo(str(p))
+    if len(problems) > SHOWN:
+        typer.echo(f"... and {len(problems) - SHOWN:,} more; --format json shows all")
+    counts = ", ".join(f"{report.count(s):,} {s.value}s" for s in order)
+    if exit_code(problems) == ExitCode.UNABLE:
+        typer.echo(f"{report.store}: could not be validated: {counts}")
+        return
+    verdict = "invalid" if report.count(Severity.ERROR) else "valid"
+    typer.echo(
+        f"{report.store}: {verdict} at level {report.level.value}: {counts}; {report.records:,} records in "
+        f"{report.segments:,} segments, {report.records_checked:,} records read, {report.bytes_checked:,} bytes"
+    )
+
+
+@contextmanager
+def _progress(level: Level) -> Iterator[Tick]:
+    """Yield a function that shows how many of how many bytes are read; silent away from a terminal."""
+    console = Console(stderr=True)
+    if level is Level.METADATA or not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("validate"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("validate", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

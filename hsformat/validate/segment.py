@@ -1,0 +1,167 @@
+"""One segment under validation: its commit record, files, offsets, tokens and states.
+
+States are read in blocks of rows that cross records, so that each chunk is decoded once and memory stays bounded. What
+cannot be read is reported once, with the records that it touches, and what depends on it is left out. May import
+``store`` and ``checks``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from hsformat.checks import StateScan, check_tokens
+from hsformat.contract import Contract
+from hsformat.problems import Problem, StoreError, problem
+from hsformat.store.backend import Backend
+from hsformat.store.metadata import CommitRecord
+from hsformat.store.segment import SegmentReader
+from hsformat.store.verify import INDEX_ARRAYS, file_problems, index_problems
+
+__all__ = ["SegmentCheck"]
+
+_CODECS = {"compact": ("bytes", "blosc", "crc32c"), "fast": ("bytes", "crc32c")}
+
+READ_BYTES = 32 * 1024 * 1024
+"""States are decoded in blocks of about this size."""
+
+
+class SegmentCheck:
+    """The checks of one committed segment; call them in the order in which they stand."""
+
+    def __init__(self, backend: Backend, contract: Contract, commit: CommitRecord) -> None:
+        self.commit = commit
+        self._backend, self._contract = backend, contract
+        self._reader = SegmentReader(backend, contract, commit)
+        self._names = self._reader.array_names
+        self._where = f"{backend.location}/{commit.prefix}"
+        self._unreadable: set[str] = set()
+
+    def structure(self) -> Iterator[Problem]:
+        """Check the commit record against the contract, and each file's presence and size."""
+        commit = self.commit
+        for name in self._names:
+            if f"{name}/zarr.json" not in commit.files:
+                self._unreadable.add(name)
+                code = "HS109" if name.startswith(("hidden/", "fields/")) else "HS503"
+                got, expected = "not in the commit record", "every array of the contract"
+                yield problem(code, where=f"{self._where}/{name}", got=got, expected=expected)
+        for rid, t, s, p in zip(commit.ids, commit.tokens, commit.states, commit.provenance_index, strict=True):
+            generated = commit.provenance[p].generation.mode != "none"
+            if s != t and not (generated and s == t - 1):
+                expected = f"{t}, the number of tokens" + (f", or {t - 1}" if generated else "")
+                place = f"{self._where}: record {rid!r}"
+                yield problem("HS101", where=place, got=f"{s} states", expected=expected, record=rid)
+        yield from self._files(content=False)
+
+    def checksums(self) -> Iterator[Problem]:
+        """Check every byte of every file that :meth:`structure` found to be there."""
+        yield from self._files(content=True)
+
+    def arrays(self, rows: Sequence[int]) -> Iterator[Problem]:
+        """Read and check offsets and ids of the segment, and tokens and states of the given records."""
+        index = {}
+        for name in self._names:
+            if name.startswith("hidden/") or name in self._unreadable:
+                continue
+            array, problems = self._reader.try_read(name)
+            if array is None:
+                self._unreadable.add(name)
+            elif name in INDEX_ARRAYS:
+                index[name] = array
+            yield from problems
+        yield from self._codecs()
+        yield from index_problems(self.commit, index, where=self._where)
+        yield from self._tokens(rows)
+        for key in self._contract.keys:
+            if f"hidden/{key}" not in self._unreadable:
+                yield from self._states(key, rows)
+        self._reader = SegmentReader(self._backend, self._contract, self.commit)  # lets go of what it has read
+
+    def _codecs(self) -> Iterator[Problem]:
+        """Check that chunks are encoded as the contract's codec says, checksum included."""
+        wanted = _CODECS[self._contract.codec]
+        for name in self._names:
+            if name in self._unreadable:
+                continue
+            metadata = json.loads(self._backend.read(f"{self.commit.prefix}/{name}/zarr.json"))
+            codecs = metadata["codecs"]
+            if codecs[0]["name"] == "sharding_indexed":
+                codecs = codecs[0]["configuration"]["codecs"]
+            got = tuple(c["name"] for c in codecs)
+            if got != wanted:
+                place = f"{self._where}/{name}/zarr.json: codecs"
+                yield problem("HS507", where=place, got=list(got), expected=list(wanted), fix="write the segment again")
+
+    def _files(self, *, content: bool) -> Iterator[Problem]:
+        for key in self.commit.files:
+            name = _array_of(key)
+            if name in self._unreadable:
+                continue
+            for p in file_problems(self._backend, self.commit, keys=[key], content=content):
+                yield self._touching(p, name)
+                self._unreadable.add(name)
+
+    def _touching(self, p: Problem, name: str) -> Problem:
+        """Name the records that a damaged file touches: those that cannot be read, or all of the segment."""
+        ids: Sequence[str] = self.commit.ids
+        if p.code == "HS504" and name.startswith("hidden/"):
+            ids = [i for row, i in enumerate(ids) if not self._readable(name, row)] or ids
+        more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+        shown = ", ".join(repr(i) for i in ids[:5]) + more
+        return replace(p, got=f"{p.got}; touches record {shown}", record=ids[0] if len(ids) == 1 else p.record)
+
+    def _readable(self, name: str, row: int) -> bool:
+        start = self.commit.state_starts[row]
+        try:
+            self._reader.rows(name, slice(start, start + self.commit.states[row]))
+        except StoreError:
+            return False
+        return True
+
+    def _tokens(self, rows: Sequence[int]) -> Iterator[Problem]:
+        if any(not name.startswith(("hidden/", "stats/")) for name in self._unreadable):
+            return  # reported already
+        for row in rows:
+            record = self._reader.record(row, captures=())
+            yield from (p.at(self._where) for p in check_tokens(self._contract, record))
+
+    def _states(self, key: str, rows: Sequence[int]) -> Iterator[Problem]:
+        commit, name = self.commit, f"hidden/{key}"
+        capture = self._contract.capture(key)
+        chunk = max(1, READ_BYTES // (self._contract.target.hidden_size * 4) // 256) * 256
+        ends = [start + n for start, n in zip(commit.state_starts, commit.states, strict=True)]
+        for first, last in _runs(rows):
+            row, scan = first, StateScan(capture, commit.ids[first])
+            for at in range(commit.state_starts[first], ends[last], chunk):
+                stop = min(at + chunk, ends[last])
+                try:
+                    block = self._reader.rows(name, slice(at, stop))
+                except StoreError as e:  # damage that sizes do not show
+                    self._unreadable.add(name)
+                    yield from (self._touching(p, name) for p in e.problems)
+                    return
+                while at < stop:
+                    take = min(stop, ends[row]) - at
+                    scan.add(block[len(block) - (stop - at) :][:take])
+                    at += take
+                    if at == ends[row]:
+                        yield from (p.at(self._where) for p in scan.finish()[0])
+                        row += 1
+                        if row <= last:
+                            scan = StateScan(capture, commit.ids[row])
+
+
+def _array_of(key: str) -> str:
+    """Return the array that a file of a segment belongs to: ``hidden/d2/c/0/0`` to ``hidden/d2``."""
+    parts = key.split("/")
+    return "/".join(parts[:2] if parts[0] in ("hidden", "stats", "fields") else parts[:1])
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of each run of consecutive numbers."""
+    for _, run in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+        members = [row for _, row in run]
+        yield members[0], members[-1]

@@ -1,0 +1,393 @@
+"""Every MUST of docs/spec/1.0.md has a check and a failing case here, and each case gives the code that the rule names.
+
+A case is a function marked ``@breaks("R-4")``: it damages a valid store in the one way that the rule forbids, or returns
+the problems with which a reader or a writer refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import ml_dtypes
+import numpy as np
+import pytest
+from conformance.tamper import edit_commit, edit_root, flip_byte, rewrite_array, segment
+from factories import digest, tiny_contract, tiny_record
+
+import hsformat as hs
+from hsformat.digests import checksum
+from hsformat.problems import CODES, Problem
+from hsformat.record import Generation, Provenance
+from hsformat.spec.v1_0 import contract_schema, problems_document, rules
+
+ROOT = Path(__file__).parents[2]
+SPEC = (ROOT / "docs" / "spec" / "1.0.md").read_text(encoding="utf-8")
+CASES: list[tuple[str, Callable[[Path], list[Problem] | None]]] = []
+FIELD = {"name": "weight", "axis": "token", "dtype": "float32", "shape": [], "must_understand": True}
+
+
+def breaks(rule: str):
+    def register(case):
+        CASES.append((rule, case))
+        return case
+
+    return register
+
+
+def refused(**changes) -> list[Problem]:
+    """Append a record to a new writer and return why it was refused."""
+    contract = changes.pop("contract", None) or tiny_contract()
+    with tempfile.TemporaryDirectory() as folder, hs.create(Path(folder) / "x", contract) as writer:
+        with pytest.raises(hs.InvalidRecord) as e:
+            writer.append(tiny_record(contract, **changes))
+        return e.value.problems
+
+
+def contract_with(path: str, value: object) -> Callable[[Path], None]:
+    """Return a case that sets, or with ``...`` removes, one member of the stored contract."""
+
+    def case(store: Path) -> None:
+        def edit(attribute):
+            at = attribute["contract"]
+            *front, name = path.split(".")
+            for key in front:
+                at = at[int(key)] if key.isdigit() else at[key]
+            if value is ...:
+                del at[name]
+            else:
+                at[name] = value
+
+        edit_root(store, edit)
+
+    return case
+
+
+for rule, path, value in [
+    ("C-1", "surprise", 1),
+    ("C-1", "tokenizer_digest", ...),
+    ("C-1", "target.head.softcap", ...),
+    ("C-1", "captures.0.extra", 1),
+    ("C-2", "spec_version", "9.0"),
+    ("C-3", "target.num_layers", 0),
+    ("C-3", "target.hidden_size", "8"),
+    ("C-3", "target.final_norm.kind", "unknown"),
+    ("C-3", "target.head.padded_vocab", 50),
+    ("C-4", "captures", []),
+    ("C-4", "captures.1.depth", 1),
+    ("C-4", "captures.0.dtype", "float8"),
+    ("C-5", "captures.3.depth", 5),
+    ("C-5", "captures.2.norm", "final"),
+    ("C-6", "layout.aux", ["d0", "d1"]),
+    ("C-6", "layout.aux", ["d1", "d1"]),
+    ("C-6", "layout.aux", []),
+    ("C-7", "layout.last", "d3"),
+    ("C-8", "positions", "mrope"),
+    ("C-9", "codec", "zip"),
+    ("C-10", "fields", [FIELD, FIELD]),
+    ("C-10", "fields", [{**FIELD, "name": "Weight"}]),
+    ("C-12", "tokenizer_digest", "md5:00"),
+    ("C-12", "target.basis_digest", digest("A")),
+]:
+    breaks(rule)(contract_with(path, value))
+
+
+@breaks("C-11")
+def unknown_field_that_must_be_understood(store):
+    shutil.rmtree(store)
+    hs.create(store, tiny_contract(fields=[FIELD])).close()
+    with pytest.raises(hs.StoreError) as e:
+        hs.open(store)
+    assert len(hs.open(store, understands=["weight"])) == 0
+    return e.value.problems
+
+
+@breaks("X-1")
+def edited_contract(store):
+    edit_root(store, lambda a: a["contract"]["target"].update(vocab_size=99), digest=False)
+
+
+@breaks("S-1")
+def no_attribute(store):
+    (store / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+
+
+@breaks("S-1")
+def json_cut_in_the_middle(store):
+    text = (store / "zarr.json").read_text()
+    (store / "zarr.json").write_text(text[: len(text) // 2])
+
+
+@breaks("S-1")
+def no_root(store):
+    (store / "zarr.json").unlink()
+
+
+@breaks("S-2")
+def two_versions(store):
+    edit_root(store, lambda a: a.update(spec_version="1.1"))
+
+
+@breaks("S-7")
+def root_without_digest(store):
+    edit_root(store, lambda a: a.pop("contract_digest"), digest=False)
+
+
+@breaks("S-5")
+def uncommitted_segment(store):
+    (segment(store) / "zarr.json").unlink()
+    assert len(hs.open(store)) == 0
+
+
+@breaks("R-1")
+def mask_longer_than_ids(_store):
+    return refused(loss_mask=np.ones(8, np.uint8))
+
+
+@breaks("R-1")
+def token_field_too_short(_store):
+    return refused(contract=tiny_contract(fields=[FIELD]), fields={"weight": np.ones(6, np.float32)})
+
+
+@breaks("R-2")
+def captures_of_different_length(_store):
+    return refused(hidden={"d2": np.ones((6, 8), np.float32)})
+
+
+@breaks("R-2")
+def one_state_less_and_not_generated(store):
+    def edit(commit):
+        commit["provenance"] = [Provenance().model_dump(mode="json")]
+
+    shutil.rmtree(store)
+    contract = tiny_contract()
+    generated = Provenance(generation=Generation(mode="greedy", max_new_tokens=3))
+    states = {k: np.ones((6, 8), np.float32) for k in contract.keys}
+    with hs.create(store, contract) as writer:
+        writer.append(tiny_record(contract, hidden=states, provenance=generated))
+    assert hs.validate_store(store, level="full") == []
+    edit_commit(store, edit)
+
+
+@breaks("R-3")
+def no_token(_store):
+    return refused(tokens=0)
+
+
+@breaks("R-4")
+def nothing_supervised(store):
+    rewrite_array(store, "loss_mask", np.zeros_like)
+
+
+@breaks("R-5")
+def mask_of_two(store):
+    rewrite_array(store, "loss_mask", lambda m: m * 2)
+
+
+@breaks("R-6")
+def token_beyond_the_vocabulary(store):
+    rewrite_array(store, "input_ids", lambda ids: ids + 100)
+
+
+@breaks("R-6")
+def ignored_index_as_token(store):
+    rewrite_array(store, "input_ids", lambda ids: ids * 0 - 100)
+
+
+@breaks("R-7")
+def positions_that_fall(_store):
+    return refused(position_ids=np.array([0, 1, 2, 1, 2, 3, 4]))
+
+
+@breaks("R-8")
+def one_id_by_two_writers(store):
+    first, second = hs.append(store), hs.append(store)  # each knows what was committed when it was opened
+    for writer in (first, second):
+        writer.append(tiny_record(tiny_contract(), id="twice"))
+        writer.close()
+
+
+@breaks("R-8")
+def empty_id(_store):
+    return refused(id="")
+
+
+@breaks("R-9")
+def capture_left_out(store):
+    def edit(commit):
+        commit["files"] = {k: v for k, v in commit["files"].items() if not k.startswith("hidden/d2/")}
+
+    shutil.rmtree(segment(store) / "hidden" / "d2")
+    edit_commit(store, edit)
+
+
+@breaks("R-10")
+def nan_on_disk(store):
+    def edit(h):
+        h[3, 4] = np.nan
+        return h
+
+    rewrite_array(store, "hidden/d3", edit)
+
+
+@breaks("R-11")
+def zero_capture(store):
+    rewrite_array(store, "hidden/d1", lambda h: h * 0)
+
+
+@breaks("R-12")
+def overflow_of_float16(_store):
+    captures = [{"depth": d, "norm": "none", "dtype": "float16"} for d in (1, 2, 3, 4)]
+    return refused(contract=tiny_contract(captures=captures), hidden={"d2": np.full((7, 8), 7e4, np.float32)})
+
+
+@breaks("R-12")
+def float8_states(_store):
+    return refused(hidden={"d2": np.ones((7, 8), ml_dtypes.float8_e4m3fn)})
+
+
+@breaks("R-13")
+def another_width(_store):
+    return refused(hidden={"d2": np.ones((7, 9), np.float32)})
+
+
+@breaks("G-1")
+def commit_record_edited(store):
+    edit_commit(store, lambda c: c["tokens"].reverse(), seal=False)
+
+
+@breaks("G-1")
+def commit_record_cut(store):
+    path = segment(store) / "zarr.json"
+    path.write_text(path.read_text()[:200])
+
+
+@breaks("G-1")
+def commit_record_of_another_segment(store):
+    edit_commit(store, lambda c: c.update(n=7))
+
+
+@breaks("G-2")
+def shard_deleted(store):
+    (segment(store) / "hidden" / "d2" / "c" / "0" / "0").unlink()
+    with pytest.raises(hs.StoreError) as e:
+        hs.open(store)["r0"]
+    assert [p.code for p in e.value.problems] == ["HS503"]
+
+
+@breaks("G-2")
+def metadata_deleted(store):
+    (segment(store) / "input_ids" / "zarr.json").unlink()
+
+
+@breaks("G-3")
+def shard_cut(store):
+    path = segment(store) / "hidden" / "d2" / "c" / "0" / "0"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@breaks("G-4")
+def byte_of_a_chunk_flipped(store):
+    flip_byte(segment(store) / "hidden" / "d2" / "c" / "0" / "0", 40)
+
+
+@breaks("G-4")
+def byte_of_array_metadata_flipped(store):
+    flip_byte(segment(store) / "hidden" / "d2" / "zarr.json", 20)
+
+
+@breaks("G-5")
+def offsets_moved(store):
+    rewrite_array(store, "token_offsets", lambda o: o + np.array([0, 1, *[0] * (len(o) - 2)]))
+
+
+@breaks("G-5")
+def offsets_do_not_start_at_zero(store):
+    rewrite_array(store, "state_offsets", lambda o: o + 1)
+
+
+@breaks("G-6")
+def other_ids(store):
+    rewrite_array(store, "ids", lambda b: b[::-1].copy())
+
+
+@breaks("G-7")
+def another_element_type(store):
+    rewrite_array(store, "hidden/d2", lambda h: h.astype(np.float16))
+
+
+@breaks("G-7")
+def chunks_without_checksum(store):
+    path = segment(store) / "loss_mask" / "zarr.json"
+    data = json.loads(path.read_text())
+    data["codecs"] = data["codecs"][:-1]
+    path.write_text(json.dumps(data))
+    entry = {"size": path.stat().st_size, "checksum": checksum(path.read_bytes())}
+    edit_commit(store, lambda c: c["files"].update({"loss_mask/zarr.json": entry}))
+
+
+@breaks("G-11")
+def a_row_too_many(store):
+    rewrite_array(store, "loss_mask", lambda m: np.append(m, m[:1]))
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    contract = tiny_contract()
+    path = tmp_path / "data.hs.zarr"
+    with hs.create(path, contract) as writer:
+        for i in range(4):
+            writer.append(tiny_record(contract, id=f"r{i}", tokens=5 + i, seed=i))
+    assert hs.validate_store(path, level="full") == []
+    return path
+
+
+MUSTS = {r.id: r for r in rules(SPEC) if r.level == "MUST"}
+
+
+def _name(case: tuple[str, Callable[[Path], list[Problem] | None]]) -> str:
+    return f"{case[0]}-{case[1].__name__}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_breach_is_reported_with_the_code_of_its_rule(case, store):
+    rule, break_it = case
+    problems = break_it(store)
+    if problems is None:
+        problems = hs.validate_store(store, level="full")
+    assert MUSTS[rule].code in {p.code for p in problems}
+    for p in problems:
+        assert p.where
+        assert p.got != p.expected
+        assert p.fix
+
+
+def test_every_must_has_a_failing_case():
+    assert {rule for rule, _ in CASES} == set(MUSTS)
+
+
+def test_rule_numbers_are_unique_and_codes_known():
+    ids = [r.id for r in rules(SPEC)]
+    assert len(ids) == len(set(ids))
+    assert len(ids) == len(re.findall(r"^- \*\*[A-Z]-", SPEC, re.MULTILINE))
+    assert {r.code for r in MUSTS.values()} <= set(CODES)
+
+
+def test_schema_is_the_committed_one_and_agrees_with_the_model():
+    committed = (ROOT / "docs" / "spec" / "1.0.schema.json").read_text(encoding="utf-8")
+    assert committed == contract_schema(), "run make docs"
+    schema = json.loads(committed)
+    validator = jsonschema.validators.validator_for(schema)
+    validator.check_schema(schema)
+    validator(schema).validate(tiny_contract(fields=[FIELD]).to_json())
+    wrong = {**tiny_contract().to_json(), "surprise": 1}
+    assert list(validator(schema).iter_errors(wrong))
+
+
+def test_problem_codes_document_is_the_committed_one():
+    assert (ROOT / "docs" / "problems.md").read_text(encoding="utf-8") == problems_document(), "run make docs"
