@@ -1,6 +1,6 @@
 """The contract: what a store promises of all its records.
 
-Frozen models with no defaults: a field that decides meaning is given or the contract is refused. The words are
+Frozen models without defaults: a field that decides meaning is given, or the contract is refused. The words are
 those of docs/spec/1.0.md (section 2), which cites these classes; the JSON schema in docs/spec is generated from
 them (``hsformat.spec.v1_0``). This module may import ``problems``, ``digests``,
 ``models`` and ``layout``.
@@ -76,7 +76,11 @@ class Capture(Frozen):
 
 
 class Embedding(Frozen):
-    """The target's input embedding: ``scale * row``; ``tied`` when the head uses the same matrix."""
+    """The target's input embedding.
+
+    Depth 0 is ``scale * row``, plus the position embedding of a target that adds a learned one (GPT-2). ``tied``: the
+    head uses the same matrix.
+    """
 
     scale: Annotated[float, Field(gt=0)]
     tied: bool
@@ -117,7 +121,8 @@ class Rope(Frozen):
     Attributes
     ----------
     applies_to
-        ``all``, or the layer type of the target's config (``sliding_attention``) where types differ.
+        ``all``, or the layer type of the target's config (``sliding_attention``; ``no_rope_layers`` of a config that
+        lists layers without RoPE) where types differ.
     kind
         ``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3`` as Transformers names them.
     theta
@@ -195,7 +200,7 @@ class FieldSpec(Frozen):
     dtype
         Element type on disk.
     shape
-        Trailing dimensions; empty for one number a token or a record.
+        Trailing dimensions; empty, or left out: one number a token or a record.
     must_understand
         A reader that does not know the field refuses the store.
     """
@@ -203,7 +208,7 @@ class FieldSpec(Frozen):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
     axis: Literal["token", "record"]
     dtype: FieldDtype
-    shape: Annotated[tuple[Annotated[int, Field(gt=0)], ...], FromList]
+    shape: Annotated[tuple[Annotated[int, Field(gt=0)], ...], FromList] = ()
     must_understand: bool
 
 

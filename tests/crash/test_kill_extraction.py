@@ -16,23 +16,7 @@ from hsformat.cli import app
 from hsformat.cli.output import guarded
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
-WORDS = "apples pears and cranberries float because they hold air while stones do not".split()  # noqa: SIM905
-    "apples",
-    "pears",
-    "and",
-    "cranberries",
-    "float",
-    "because",
-    "they",
-    "hold",
-    "air",
-    "while",
-    "stones",
-    "and",
-    "iron",
-    "do",
-    "not",
-]
+WORDS = ("apples", "pears", "cranberries", "float", "hold", "air", "stones", "do not", "iron sinks")
 
 
 def rows(n: int) -> list[dict]:

@@ -1,0 +1,152 @@
+"""Configs in the layout of Transformers 4 against what Transformers 5 makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from hsformat.digests import digest_json
+from hsformat.problems import ForeignFileError
+from hsformat.target.config import normalise, read_config
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data/published_configs.json").read_text())
+"""In the layout of Transformers 4, written by hand after published models: keys are real, values need not be."""
+
+LLAMA3 = PUBLISHED["llama-3.1"]["rope_scaling"]
+
+
+def digest_of(folder):
+    problems = []
+    normalised, ropes = normalise(read_config(folder), problems=problems)
+    assert problems == []
+    return digest_json(normalised), normalised, ropes
+
+
+def write(folder, value):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_layouts_of_transformers_4_and_5_give_one_digest(name, tmp_path):  # sfllm PR#32, Model-Optimizer PR#917
+    old = write(tmp_path / "4", PUBLISHED[name])
+    loaded = AutoConfig.from_pretrained(old)
+    loaded.save_pretrained(tmp_path / "5")
+    new = json.loads((tmp_path / "5/config.json").read_text())
+    new.setdefault("architectures", PUBLISHED[name]["architectures"])
+    write(tmp_path / "5", new)
+    assert new != PUBLISHED[name]
+    assert digest_of(tmp_path / "5")[1] == digest_of(old)[1]
+    assert digest_of(tmp_path / "5")[0] == digest_of(old)[0]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_values_that_a_library_writes_by_itself_do_not_matter(name, tmp_path):
+    noise = {"transformers_version": "9.9.9", "use_cache": False, "_name_or_path": "x", "attention_dropout": 0.5,
+             "bos_token_id": 9, "initializer_range": 0.5, "unheard_of": None}  # fmt: skip
+    before = digest_of(write(tmp_path / "a", PUBLISHED[name]))[0]
+    assert digest_of(write(tmp_path / "b", {**PUBLISHED[name], **noise}))[0] == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 10000.0}, {"rms_norm_eps": 1e-6}, {"hidden_act": "gelu"}, {"head_dim": 64}, {"unheard_of": 1},
+        {"num_key_value_heads": 32}, {"attention_bias": True}, {"intermediate_size": 1}, {"num_hidden_layers": 31},
+        {"rope_scaling": {**LLAMA3, "factor": 4.0}}, {"tie_word_embeddings": True},
+        {"quantization_config": {"quant_method": "fp8"}}, {"architectures": ["Other"]}, {"partial_rotary_factor": 0.5},
+    ],
+)  # fmt: skip
+def test_a_change_of_meaning_changes_the_digest(change, tmp_path):
+    base = PUBLISHED["llama-3.1"]
+    assert digest_of(write(tmp_path / "a", base))[0] != digest_of(write(tmp_path / "b", {**base, **change}))[0]
+
+
+def test_null_is_not_absent_where_the_family_has_a_default(tmp_path):
+    base = {k: v for k, v in PUBLISHED["mistral"].items() if k != "sliding_window"}
+    absent, null, default = ({}, {"sliding_window": None}, {"sliding_window": 4096})
+    digests = [digest_of(write(tmp_path / str(i), {**base, **c}))[0] for i, c in enumerate((absent, null, default))]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_old_name_of_longrope(tmp_path):
+    old = {**PUBLISHED["phi3"], "rope_scaling": {**PUBLISHED["phi3"]["rope_scaling"], "type": "su"}}
+    new = digest_of(write(tmp_path / "a", PUBLISHED["phi3"]))
+    assert digest_of(write(tmp_path / "b", old)) == new
+    assert new[2][0].parameters["original_max_position_embeddings"] == 4096
+
+
+def test_gemma3_has_two_bases_and_scales_the_full_layers_alone(tmp_path):
+    ropes = digest_of(write(tmp_path / "g", PUBLISHED["gemma3"]))[2]
+    assert [(r.applies_to, r.kind, r.theta, r.parameters) for r in ropes] == [
+        ("full_attention", "linear", 1e6, {"factor": 8}),
+        ("sliding_attention", "default", 10000.0, {}),
+    ]
+
+
+def test_partial_rotary_factor_counts(tmp_path):  # speculators#613
+    assert digest_of(write(tmp_path / "g", PUBLISHED["glm4"]))[2][0].rotary_dim == 64
+    assert digest_of(write(tmp_path / "n", PUBLISHED["gpt_neox"]))[2][0].rotary_dim == 16
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, {"rope_parameters": {"rope_type": 3}},
+     {"rope_parameters": "yarn"}, {"rope_theta": -1}, {"rope_theta": "1e6"}, {"partial_rotary_factor": 0},
+     {"rope_theta": 10000, "rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+     {"rope_parameters": {"rope_type": "yarn", "factor": {"a": 1}}}],
+)  # fmt: skip
+def test_unknown_rope_is_refused_not_replaced(rope, tmp_path):  # NeMo Automodel PR#2399
+    base = {k: v for k, v in PUBLISHED["llama-3.1"].items() if not k.startswith("rope")}
+    problems = []
+    normalise(read_config(write(tmp_path / "m", {**base, **rope})), problems=problems)
+    assert {p.code for p in problems} == {"HS603"}
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("", "line 1"), ('{"a": [[', "column 9"), ("[]", ""), ("null", ""), ('{"a": NaN}', ""), ("{'a': 1}", "column 2"),
+     ('{"a":' * 100_000, ""), ("\ufeff{}", "")],
+)  # fmt: skip
+def test_config_that_is_not_a_json_object(text, place, tmp_path):
+    with pytest.raises(ForeignFileError) as e:
+        read_config(write(tmp_path / "m", text))
+    assert [p.code for p in e.value.problems] == ["HS602"]
+    assert place in e.value.problems[0].where
+
+
+def test_config_that_is_not_utf8_names_the_byte(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ForeignFileError) as e:
+        read_config(tmp_path)
+    assert (e.value.problems[0].code, "byte 7" in e.value.problems[0].where) == ("HS602", True)
+
+
+def test_all_missing_fields_are_named(tmp_path):
+    with pytest.raises(ForeignFileError) as e:
+        read_config(write(tmp_path / "m", {"model_type": "llama", "hidden_size": "64", "vocab_size": True}))
+    assert {p.code for p in e.value.problems} == {"HS603"}
+    named = {p.where.rsplit(": ")[-1] for p in e.value.problems}
+    assert named == {"num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "architectures"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "no_such_model"}, {"model_type": "deepseek_v4"}, {"model_type": "gemma3n_text"},
+     {"model_type": "qwen4_exp_text"}, {"is_encoder_decoder": True}],
+)  # fmt: skip
+def test_unknown_family_or_several_streams_is_refused(change, tmp_path):
+    with pytest.raises(ForeignFileError) as e:
+        read_config(write(tmp_path / "m", {**PUBLISHED["llama-2"], **change}), unknown_family=False)
+    assert [p.code for p in e.value.problems] == ["HS410"]
+
+
+def test_two_dtypes_and_broken_layer_types(tmp_path):
+    for change in ({"dtype": "float16"}, {"layer_types": ["full_attention"]}, {"layer_types": 4}):
+        with pytest.raises(ForeignFileError) as e:
+            read_config(write(tmp_path / "m", {**PUBLISHED["qwen3"], **change}))
+        assert [p.code for p in e.value.problems] == ["HS603"]
