@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import rfc8785
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["canonical_json", "checksum", "digest_bytes", "digest_json", "is_digest"]
 
@@ -43,8 +47,11 @@ def digest_bytes(parts: Iterable[bytes | memoryview]) -> str:
     return f"sha256:{h.hexdigest()}"
 
 
-def checksum(data: bytes, *, previous: str | None = None) -> str:
-    """Return the CRC32C (Castagnoli) checksum of ``data``, continuing from ``previous`` if given."""
+def checksum(data: bytes | npt.NDArray[np.uint8], *, previous: str | None = None) -> str:
+    """Return the CRC32C (Castagnoli) checksum of ``data``, continuing from ``previous`` if given.
+
+    A NumPy array of bytes is read where it lies; google_crc32c refuses a memoryview.
+    """
     start = int(previous.removeprefix("crc32c:"), 16) if previous is not None else 0
     return f"crc32c:{google_crc32c.extend(start, data):08x}"
 

@@ -74,7 +74,9 @@ def _capture(contract: Contract, key: str) -> dict[str, Any]:
             continue
         numbers[engine] = "none" if found.number is None else found.text
         if found.number is None:
-            remarks.append(f"{_TITLES.get(engine, engine)} has no number for {key}: {found.text.removeprefix('none: ')}")
+            remarks.append(
+                f"{_TITLES.get(engine, engine)} has no number for {key}: {found.text.removeprefix('none: ')}"
+            )
     return {
         "key": key,
         "meaning": describe_capture(key, n),

@@ -62,8 +62,8 @@ def problems_document() -> str:
         "",
         "Generated from `hsformat/problems.py` by `make docs`. `hsformat explain HS101` prints one of them.",
         "",
-        "Severity is what a code is by default. Exit codes: 0 without errors, 1 with an error, 2 when the job could not",
-        "be done (" + ", ".join(c.code for c in CODES.values() if c.unable) + ").",
+        "Severity is what a code is by default. Exit codes: 0 without errors, 1 with an error, 2 when the job could",
+        "not be done (" + ", ".join(c.code for c in CODES.values() if c.unable) + ").",
     ]
     infos = list(CODES.values())
     for before, info in pairwise([None, *infos]):

@@ -1,7 +1,7 @@
 """Every MUST of docs/spec/1.0.md has a check and a failing case here, and each case gives the code that the rule names.
 
-A case is a function marked ``@breaks("R-4")``: it damages a valid store in the one way that the rule forbids, or returns
-the problems with which a reader or a writer refused.
+A case is a function marked ``@breaks("R-4")``: it damages a valid store in the one way that the rule forbids, or
+returns the problems with which a reader or a writer refused.
 """
 
 from __future__ import annotations

@@ -36,7 +36,10 @@ def test_wheel_runs_in_a_fresh_environment(wheel, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = venv / "bin" / "python"
     purelib = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", purelib, str(wheel)]
     subprocess.run(install, check=True, capture_output=True)

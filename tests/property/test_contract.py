@@ -107,7 +107,7 @@ def test_every_missing_or_unknown_field_is_refused_by_name(data):
     for key in path:
         at = at[key]
     if data.draw(st.booleans()):
-        name = data.draw(st.sampled_from(sorted(at)))
+        name = data.draw(st.sampled_from(sorted(set(at) - {"shape"})))  # the one member that may be left out
         del at[name]
     else:
         name = "surprise"

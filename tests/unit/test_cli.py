@@ -16,7 +16,10 @@ from hsformat.problems import CODES
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 CHATS = [
     {"id": "a", "messages": [{"role": "user", "content": "Name a fruit."}, {"role": "assistant", "content": "Apple."}]},
-    {"id": "b", "messages": [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "Seven."}]},
+    {
+        "id": "b",
+        "messages": [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "Seven."}],
+    },
     {"id": "c", "input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
 ]
 
@@ -75,16 +78,19 @@ def test_extract_validate_info(extract, cli, tmp_path):
     assert (report["valid"], report["records"], report["exit_code"]) == (True, 3, 0)
     code, out, _ = cli("info", store)
     line = next(x for x in out.splitlines() if x.strip().startswith("d4"))
-    assert line.split() == (
-        "d4 residual after 4 of 8 layers bfloat16 Transformers hidden_states[4] vLLM id 4 SGLang id 3".split()
-    )
+    numbers = "Transformers hidden_states[4] vLLM id 4 SGLang id 3"
+    assert " ".join(line.split()) == f"d4 residual after 4 of 8 layers bfloat16 {numbers}"
     facts = json.loads(cli("info", store, "--format", "json")[1])
     assert facts["contract"]["layout"] == {"aux": ["d2", "d4", "d5"], "last": "d8"}
 
 
 @pytest.mark.parametrize(
     ("last", "layout_last", "keys"),
-    [("pre", "d8", ("d2", "d4", "d5", "d8")), ("post", "d8n", ("d2", "d4", "d5", "d8n")), ("none", None, ("d2", "d4", "d5"))],
+    [
+        ("pre", "d8", ("d2", "d4", "d5", "d8")),
+        ("post", "d8n", ("d2", "d4", "d5", "d8n")),
+        ("none", None, ("d2", "d4", "d5")),
+    ],
 )
 def test_last(extract, tmp_path, last, layout_last, keys):
     assert extract("--last", last)[0] == 0

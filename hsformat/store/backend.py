@@ -1,0 +1,225 @@
+"""Where the bytes of a store are: the only module of the store that touches a file system.
+
+A backend is a flat name space of immutable objects under keys such as ``segments/0a-0/zarr.json``. It promises
+what the format needs and no more: an object is written whole and durably, and one object can be *published*, which
+makes it appear under its key complete or not at all, and never in place of another. Object stores have this as
+put-if-absent; a local disk has it as a hard link to a finished file. Imports ``problems`` alone of hsformat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hsformat.problems import StoreError, problem
+
+__all__ = ["Backend", "Data", "LocalBackend", "backend_for"]
+
+Data = bytes | npt.NDArray[np.uint8]
+"""What is written: bytes, or an array of them, which need not be copied."""
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class Backend(Protocol):
+    """What the store needs of a place. Every method may raise OSError; keys have ``/`` between parts."""
+
+    @property
+    def location(self) -> str:
+        """The path or address, as the user gave it."""
+        ...
+
+    def state(self) -> Literal["absent", "empty", "file", "folder"]:
+        """Return what is at the location: ``folder`` is one that holds something."""
+        ...
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return ``length`` bytes from ``start`` (fewer at the end), or all. FileNotFoundError if there is none."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes; None if there is none."""
+        ...
+
+    def folders(self, key: str) -> list[str]:
+        """Return the names of the folders directly under a key, sorted; empty if there is nothing."""
+        ...
+
+    def write(self, key: str, data: Data) -> None:
+        """Write a new object whole and durably. FileExistsError if there is one: nothing is overwritten."""
+        ...
+
+    def settle(self, key: str) -> None:
+        """Return when the names of all objects under a key are durable, too."""
+        ...
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Make an object appear whole, durably, if there is none. FileExistsError if there is one."""
+        ...
+
+    def discard(self, key: str) -> None:
+        """Remove everything under a key, as far as that is possible; for what was never published."""
+        ...
+
+
+def backend_for(path: str | os.PathLike[str]) -> Backend:
+    """Return the backend of a path.
+
+    Raises
+    ------
+    StoreError
+        HS501: an address of a scheme that is not supported, or text that is no path.
+    """
+    text = os.fspath(path)
+    if "://" in text or "\0" in text or not text:
+        raise StoreError(
+            problem(
+                "HS501",
+                where=repr(text),
+                got="an address" if "://" in text else "no path",
+                expected="the path of a folder on a local or mounted disk",
+                fix="give such a path",
+            )
+        )
+    return LocalBackend(text)
+
+
+class LocalBackend:
+    """A folder on a local or mounted disk."""
+
+    def __init__(self, path: str) -> None:
+        self._location = path
+        self._root = Path(os.path.abspath(path))
+
+    @property
+    def location(self) -> str:
+        """The path as given."""
+        return self._location
+
+    def state(self) -> Literal["absent", "empty", "file", "folder"]:
+        """Return what is at the path."""
+        if self._root.is_dir():
+            with os.scandir(self._root) as entries:
+                return "folder" if any(not _is_leftover(e.name) for e in entries) else "empty"
+        return "file" if os.path.lexists(self._root) else "absent"
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return bytes of a file."""
+        with (self._root / key).open("rb", buffering=0) as f:
+            if start:
+                f.seek(start)
+            if length is None:
+                return f.read()
+            parts = []
+            while length and (part := f.read(length)):  # a raw read may be short
+                parts.append(part)
+                length -= len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def size(self, key: str) -> int | None:
+        """Return the size of a regular file; None if there is none."""
+        path = self._root / key
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except FileNotFoundError:
+            return None
+
+    def folders(self, key: str) -> list[str]:
+        """Return the names of the folders under a key, sorted."""
+        try:
+            with os.scandir(self._root / key) as entries:
+                return sorted(e.name for e in entries if e.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def write(self, key: str, data: Data) -> None:
+        """Write a new file and flush it to the disk."""
+        path = self._root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_new(path, data)
+
+    def settle(self, key: str) -> None:
+        """Flush the folders under a key, and those that lead to it."""
+        top = self._root / key
+        for folder, _, _ in os.walk(top, topdown=False):
+            _sync_folder(Path(folder))
+        while top != self._root.parent:
+            top = top.parent
+            _sync_folder(top)
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Write the file under another name, then link it to its own: it appears whole or not at all."""
+        path = self._root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+        try:
+            _write_new(temporary, data)
+            _link_new(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+    def discard(self, key: str) -> None:
+        """Remove files, then folders, deepest first."""
+        for folder, _, files in os.walk(self._root / key, topdown=False):
+            for name in files:
+                with contextlib.suppress(OSError):
+                    (Path(folder) / name).unlink()
+            with contextlib.suppress(OSError):
+                Path(folder).rmdir()
+
+
+def _is_leftover(name: str) -> bool:
+    """Whether a file is what a writer that was killed in :meth:`LocalBackend.publish` left behind."""
+    return name.startswith(".zarr.json.") and name.endswith((".partial", ".guard"))
+
+
+def _write_new(path: Path, data: Data) -> None:
+    view = memoryview(data) if isinstance(data, bytes) else data.data
+    with path.open("xb", buffering=0) as f:
+        while view:
+            view = view[f.write(view) :]
+        os.fsync(f.fileno())
+
+
+def _link_new(temporary: Path, path: Path) -> None:
+    try:
+        path.hardlink_to(temporary)
+    except OSError as e:
+        if e.errno not in _NO_LINKS:
+            raise
+    else:
+        return
+    # A file system without hard links: whoever creates the guard may rename, if there is nothing yet.
+    guard = path.with_name(f".{path.name}.guard")
+    guard.open("xb").close()
+    try:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "exists", str(path))
+        temporary.rename(path)
+    finally:
+        guard.unlink()
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "nt":  # cannot open a folder there, and need not
+        return
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder above the store that may be entered and not read
+        return
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EROFS}:  # some mounted disks cannot flush folders
+            raise
+    finally:
+        os.close(fd)

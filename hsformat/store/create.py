@@ -1,0 +1,162 @@
+"""Beginning to write: a new store, or another writer of one that exists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from hsformat.compare import compare
+from hsformat.contract import Contract
+from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
+from hsformat.store.arrays import CHUNK_TOKENS
+from hsformat.store.backend import Backend, backend_for
+from hsformat.store.metadata import (
+    ensure_segments,
+    group_json,
+    load_commit,
+    load_contract,
+    root_attribute,
+    segment_names,
+)
+from hsformat.store.writer import SEGMENT_BYTES, Writer
+
+__all__ = ["append", "check_new", "create", "exists"]
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path holds a root ``zarr.json``, so that :func:`append` is meant and not :func:`create`."""
+    backend = backend_for(path)
+    try:
+        return backend.size("zarr.json") is not None
+    except OSError:
+        return False
+
+
+def check_new(path: str | os.PathLike[str]) -> None:
+    """Refuse a path at which :func:`create` would find something.
+
+    Raises
+    ------
+    StoreError
+        HS501: there is a store, a file or a folder that is not empty.
+    """
+    backend = backend_for(path)
+    try:
+        state = backend.state()
+        store = state == "folder" and backend.size("zarr.json") is not None
+    except OSError as e:
+        raise StoreError(_cannot_create(backend, e)) from e
+    if state in ("file", "folder"):
+        found = "a file" if state == "file" else "a folder that is not empty"
+        raise StoreError(
+            problem(
+                "HS501",
+                where=backend.location,
+                expected="nothing, or an empty folder",
+                got="a store, or another Zarr hierarchy" if store else found,
+                fix="hs.append writes to a store that exists" if store else "give another path",
+            )
+        )
+
+
+def create(
+    path: str | os.PathLike[str],
+    contract: Contract,
+    *,
+    codec: Literal["compact", "fast"] | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+    chunk_tokens: int = CHUNK_TOKENS,
+    producer: Mapping[str, Any] | None = None,
+) -> Writer:
+    """Create a store and return its first writer.
+
+    Parameters
+    ----------
+    path
+        A path at which there is nothing, or an empty folder.
+    codec
+        Replaces ``contract.codec``; None: as the contract says.
+    segment_bytes
+        Records are committed as a segment before those that wait exceed this many bytes.
+    chunk_tokens
+        Rows of a chunk of states.
+    producer
+        What writes, as JSON; recorded in each segment, never compared.
+
+    Raises
+    ------
+    StoreError
+        HS501: something is at the path, it cannot be written, or a chunk would be beyond the limit of the codec.
+    ValueError
+        ``producer`` is no JSON, or a size is not positive.
+    """
+    check_new(path)
+    backend = backend_for(path)
+    if codec is not None:
+        contract = Contract.model_validate_json(contract.model_copy(update={"codec": codec}).model_dump_json())
+    writer = Writer(backend, contract, (), segment_bytes=segment_bytes, chunk_tokens=chunk_tokens, producer=producer)
+    try:
+        backend.publish("zarr.json", group_json(root_attribute(contract)))  # now the store exists
+        ensure_segments(backend)
+    except FileExistsError as e:
+        raise StoreError(
+            problem(
+                "HS501",
+                where=backend.location,
+                got="another process has just created a store here",
+                expected="nothing, or an empty folder",
+                fix="hs.append writes to a store that exists",
+            )
+        ) from e
+    except OSError as e:
+        raise StoreError(_cannot_create(backend, e)) from e
+    return writer
+
+
+def append(
+    path: str | os.PathLike[str],
+    *,
+    expect: Contract | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+    chunk_tokens: int = CHUNK_TOKENS,
+    producer: Mapping[str, Any] | None = None,
+) -> Writer:
+    """Return another writer of a store, with a prefix of its own: no locks, any number at once.
+
+    It knows the ids that were committed when it was opened; two writers at once must be given different records.
+
+    Parameters
+    ----------
+    expect
+        Refuse a store whose contract means something else.
+    segment_bytes, chunk_tokens, producer
+        As of :func:`create`.
+
+    Raises
+    ------
+    ContractMismatch
+        What ``expect`` and the store disagree on.
+    StoreError
+        HS501, HS502: there is no store that can be read. HS503, HS504: a commit record is damaged.
+    """
+    backend = backend_for(path)
+    contract, _ = load_contract(backend)
+    if expect is not None:
+        errors = [p for p in compare(contract, expect) if p.severity is Severity.ERROR]
+        if errors:
+            raise ContractMismatch([p.at(backend.location) for p in errors])
+    commits, problems = [], []
+    for name in segment_names(backend):
+        commit, found = load_commit(backend, name)
+        commits += [] if commit is None else [commit]
+        problems += [p for p in found if p.severity is Severity.ERROR]
+    if problems:
+        raise StoreError(problems)
+    return Writer(backend, contract, commits, segment_bytes=segment_bytes, chunk_tokens=chunk_tokens, producer=producer)
+
+
+def _cannot_create(backend: Backend, e: OSError) -> Problem:
+    got, expected = f"cannot be created: {e.strerror or e}", "a folder that can be written"
+    fix = "give another path, or change its permissions"
+    return problem("HS501", where=backend.location, got=got, expected=expected, fix=fix)

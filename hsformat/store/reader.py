@@ -1,0 +1,225 @@
+"""Reading: :func:`open` and :class:`Store`."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+from operator import index
+from typing import Any, Literal, SupportsIndex
+
+from hsformat.compare import compare
+from hsformat.contract import Contract
+from hsformat.layout import Layout
+from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
+from hsformat.record import Provenance, Record
+from hsformat.store.backend import Backend, backend_for
+from hsformat.store.metadata import CommitRecord, load_commit, load_contract, segment_names
+from hsformat.store.segment import SegmentReader
+
+__all__ = ["Store", "open"]
+
+_CACHED_SEGMENTS = 8
+"""Segments whose opened arrays and small arrays (ids, masks, fields) stay in memory."""
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    expect: Layout | Contract | None = None,
+    understands: Collection[str] = (),
+    damaged: Literal["refuse", "skip"] = "refuse",
+) -> Store:
+    """Open a store for reading: the segments that are committed now.
+
+    Parameters
+    ----------
+    expect
+        What the data will be used for; compared by :func:`hsformat.compare.compare`.
+    understands
+        Names of declared fields that the caller handles.
+    damaged
+        What to do about a segment whose commit record is damaged: ``refuse`` the store, or ``skip`` the segment, so
+        that its records are absent and :attr:`Store.problems` says why.
+
+    Raises
+    ------
+    StoreError
+        HS501: there is no store. HS502: its version, a field of its contract or a field that must be understood is
+        not known. HS503, HS504: a commit record is damaged.
+    ContractMismatch
+        Everything that ``expect`` and the store's contract disagree on.
+    """
+    backend = backend_for(path)
+    contract, problems = load_contract(backend)
+    unknown = [f.name for f in contract.fields if f.must_understand and f.name not in understands]
+    if unknown:
+        raise StoreError(
+            [
+                problem(
+                    "HS502",
+                    where=f"{backend.location}: fields.{name}",
+                    got=f"the field {name!r}, must_understand",
+                    expected=f"a reader that understands {name!r}",
+                    fix=f"say understands=[{name!r}] if the program handles it",
+                )
+                for name in unknown
+            ]
+        )
+    if expect is not None:
+        disagreements = [p.at(backend.location) for p in compare(contract, expect)]
+        if any(p.severity is Severity.ERROR for p in disagreements):
+            raise ContractMismatch(disagreements)
+        problems += disagreements
+    commits = []
+    for name in segment_names(backend):
+        commit, found = load_commit(backend, name)
+        problems += found
+        commits += [] if commit is None else [commit]
+    errors = [p for p in problems if p.severity is Severity.ERROR]
+    if errors and damaged == "refuse":
+        raise StoreError(errors)
+    return Store(backend, contract, commits, problems)
+
+
+class Store:
+    """The records of a store as they were committed when it was opened. Made by :func:`open`.
+
+    A sequence over (writer, segment number, row). It holds no file open, so that it may be pickled and used after a
+    fork; what it keeps in memory is bounded.
+
+    Attributes
+    ----------
+    contract
+        What holds for every record.
+    problems
+        What is worth knowing and no reason to refuse: segments never committed (HS506), stale metadata (HS508),
+        and with ``damaged="skip"`` the damage.
+    segments
+        The commit records, in order.
+    """
+
+    def __init__(
+        self, backend: Backend, contract: Contract, commits: Sequence[CommitRecord], problems: Sequence[Problem]
+    ) -> None:
+        self._backend = backend
+        self.contract = contract
+        self.problems = list(problems)
+        self.segments = tuple(commits)
+        self._ends = list(accumulate(c.records for c in commits))
+        self._ids = [i for c in commits for i in c.ids]
+        self._rows = {i: row for row, i in enumerate(self._ids)}
+        self._readers: OrderedDict[int, SegmentReader] = OrderedDict()
+
+    @property
+    def path(self) -> str:
+        """The path as it was given."""
+        return self._backend.location
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """The ids of all records, in order."""
+        return self._ids
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all records."""
+        return sum(sum(c.tokens) for c in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all committed files on the disk."""
+        return sum(c.nbytes for c in self.segments)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, record_id: object) -> bool:
+        return record_id in self._rows
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self.read(row) for row in range(len(self)))
+
+    def __getitem__(self, key: SupportsIndex | str) -> Record:
+        return self.read(key)
+
+    def read(self, key: SupportsIndex | str, *, captures: Collection[str] | None = None) -> Record:
+        """Return one record, by number (from the end if negative) or by id.
+
+        Parameters
+        ----------
+        captures
+            Keys of the captures to read, in this order; None: all.
+
+        Raises
+        ------
+        IndexError, KeyError
+            There is no such record.
+        ContractMismatch
+            HS109: the store has no such capture.
+        StoreError
+            HS107: two records have this id. HS503, HS504, HS505: what was committed is lost or damaged; ``where``
+            has the segment, the array and the record's id.
+        """
+        keys = self.contract.keys if captures is None else tuple(captures)
+        if absent := [k for k in keys if k not in self.contract.keys]:
+            raise ContractMismatch(
+                [
+                    problem(
+                        "HS109",
+                        where=f"{self.path}: capture {k!r}",
+                        got=f"captures {list(self.contract.keys)}",
+                        expected=f"{k} among them",
+                    )
+                    for k in absent
+                ]
+            )
+        segment, row = self._place(key)
+        return self._reader(segment).record(row, keys)
+
+    def provenance(self, key: SupportsIndex | str) -> Provenance:
+        """Return who wrote a record's supervised tokens, and its template, without reading its states."""
+        segment, row = self._place(key)
+        commit = self.segments[segment]
+        return commit.provenance[commit.provenance_index[row]]
+
+    def _place(self, key: SupportsIndex | str) -> tuple[int, int]:
+        if isinstance(key, str):
+            if len(self._rows) != len(self._ids) and self._ids.count(key) > 1:
+                owners = [c.name for c in self.segments if key in c.ids]
+                raise StoreError(
+                    problem(
+                        "HS107",
+                        where=f"{self.path}: record {key!r}",
+                        got=f"one in each of {owners}",
+                        expected="one record of this id",
+                        record=key,
+                        fix="read by number; write the records that are meant to another store",
+                    )
+                )
+            i = self._rows[key]
+        else:
+            i = index(key)
+            if not -len(self) <= i < len(self):
+                raise IndexError(f"record {i} of {len(self)}")
+            i %= len(self)
+        segment = bisect_right(self._ends, i)
+        return segment, i - (self._ends[segment - 1] if segment else 0)
+
+    def _reader(self, segment: int) -> SegmentReader:
+        reader = self._readers.get(segment)
+        if reader is None:
+            reader = self._readers[segment] = SegmentReader(self._backend, self.contract, self.segments[segment])
+            if len(self._readers) > _CACHED_SEGMENTS:
+                self._readers.popitem(last=False)
+        self._readers.move_to_end(segment)
+        return reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_readers": OrderedDict()}
+
+    def __repr__(self) -> str:
+        counts = f"records={len(self)}, segments={len(self.segments)}"
+        return f"Store({self.path!r}, {counts}, captures={list(self.contract.keys)})"

@@ -1,0 +1,259 @@
+"""Writing that fails: what is committed stays, nothing is overwritten, and the user is told how to go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import assert_same_record, tiny_contract, tiny_record
+
+import hsformat.store as hs
+from hsformat.problems import Severity, StoreError
+from hsformat.record import Record
+from hsformat.store import backend as backend_module
+from hsformat.store import pending, writer
+from hsformat.store.backend import LocalBackend
+from hsformat.store.metadata import segment_names
+
+CONTRACT = tiny_contract()
+RECORDS = [tiny_record(CONTRACT, f"r{i}", seed=i) for i in range(6)]
+
+
+def code_of(action: Callable[[], Any]) -> str:
+    with pytest.raises(StoreError) as e:
+        action()
+    (p,) = e.value.problems
+    assert p.severity is Severity.ERROR
+    return p.code
+
+
+def write_block(out: hs.Writer, records: list[Record]) -> None:
+    with out:
+        for record in records:
+            out.append(record)
+        out.flush()
+
+
+def fail_after(monkeypatch: pytest.MonkeyPatch, method: str, calls: int, number: int) -> None:
+    """Let a method of the backend fail from its ``calls``-th call on, after half of the bytes."""
+    real, count = getattr(LocalBackend, method), iter(range(10_000))
+
+    def failing(self: LocalBackend, key: str, *data: bytes) -> None:
+        if next(count) < calls:
+            real(self, key, *data)
+            return
+        if method == "write":
+            real(self, key, data[0][: len(data[0]) // 2])
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(LocalBackend, method, failing)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize(("method", "calls"), [("write", 0), ("write", 9), ("settle", 0), ("publish", 0)])
+def test_failed_write_keeps_what_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, calls: int, number: int
+) -> None:  # Model-Optimizer PR#2080
+    out = hs.create(tmp_path / "s", CONTRACT)
+    out.append(RECORDS[0])
+    out.flush()
+    with monkeypatch.context() as m:
+        fail_after(m, method, calls, number)
+        with pytest.raises(StoreError) as e:
+            write_block(out, RECORDS[1:3])
+    (p,) = e.value.problems
+    assert (p.code, p.severity) == ("HS506", Severity.ERROR)
+    assert os.strerror(number) in p.got
+    assert "'r1', 'r2'" in p.got
+    assert "committed 1 record" in p.expected
+    assert set(out.ids) == {"r0"}
+    assert code_of(lambda: out.append(RECORDS[3])) == "HS506"
+    store = hs.open(tmp_path / "s")
+    assert (store.ids, store.problems) == (["r0"], [])  # the half of a segment is gone
+    with hs.append(tmp_path / "s") as again:
+        for record in RECORDS:
+            if record.id not in again.ids:
+                again.append(record)
+    store = hs.open(tmp_path / "s")
+    assert store.ids == [r.id for r in RECORDS]
+    for record in RECORDS:
+        assert_same_record(store[record.id], record)
+
+
+def test_failure_after_the_commit_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = hs.create(tmp_path / "s", CONTRACT)
+    real = LocalBackend.publish
+
+    def publish(self: LocalBackend, key: str, data: bytes) -> None:
+        real(self, key, data)
+        raise OSError(errno.EIO, "Input/output error")
+
+    out.append(RECORDS[0])
+    with monkeypatch.context() as m:
+        m.setattr(LocalBackend, "publish", publish)
+        assert code_of(out.flush) == "HS506"
+    assert set(out.ids) == {"r0"}
+    assert hs.open(tmp_path / "s").ids == ["r0"]
+
+
+@pytest.mark.parametrize("after_commit", [False, True])
+def test_interrupt_inside_a_commit_writes_each_record_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, after_commit: bool
+) -> None:
+    real, calls = LocalBackend.publish, []
+
+    def publish(self: LocalBackend, key: str, data: bytes) -> None:
+        calls.append(key)
+        if len(calls) == 1 and not after_commit:
+            raise KeyboardInterrupt
+        real(self, key, data)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    out = hs.create(tmp_path / "s", CONTRACT)
+    monkeypatch.setattr(LocalBackend, "publish", publish)
+    with pytest.raises(KeyboardInterrupt):
+        write_block(out, RECORDS[:1])
+    store = hs.open(tmp_path / "s")
+    assert (store.ids, store.problems) == (["r0"], [])
+    assert out.records_committed == 1
+
+
+def test_segments_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # sglang PR#31926
+    hs.create(tmp_path / "s", CONTRACT).close()
+    monkeypatch.setattr(writer.secrets, "token_hex", lambda n: "0" * (2 * n))
+    monkeypatch.setattr(writer.time, "time_ns", lambda: 0)
+    with hs.append(tmp_path / "s") as one:
+        one.append(RECORDS[0])
+    two = hs.append(tmp_path / "s")
+    two.append(RECORDS[1])
+    assert code_of(two.flush) == "HS506"
+    store = hs.open(tmp_path / "s")
+    assert store.ids == ["r0"]
+    assert_same_record(store[0], RECORDS[0])
+
+
+def test_publish_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(self: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(backend_module.Path, "hardlink_to", no_links)
+    with hs.create(tmp_path / "s", CONTRACT) as out:
+        out.append(RECORDS[0])
+    assert_same_record(hs.open(tmp_path / "s")[0], RECORDS[0])
+    local = LocalBackend(str(tmp_path / "s"))
+    with pytest.raises(FileExistsError):
+        local.publish("zarr.json", b"other")
+    assert {p.name for p in (tmp_path / "s").iterdir()} == {"zarr.json", "segments"}
+
+
+def test_publish_is_put_if_absent(tmp_path: Path) -> None:
+    local = LocalBackend(str(tmp_path))
+    local.publish("a/zarr.json", b"one")
+    with pytest.raises(FileExistsError):
+        local.publish("a/zarr.json", b"two")
+    with pytest.raises(FileExistsError):
+        local.write("a/zarr.json", b"three")
+    assert local.read("a/zarr.json") == b"one"
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["zarr.json"]
+
+
+def test_create_refuses_what_exists(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").write_text("x")
+    hs.create(tmp_path / "store", CONTRACT).close()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = (tmp_path / "store/zarr.json").read_bytes()
+    for name in ("file", "full", "store", "link", "file/below", "x" * 300):
+        assert code_of(lambda name=name: hs.create(tmp_path / name, CONTRACT)) == "HS501", name  # type: ignore[misc]
+    assert code_of(lambda: hs.check_new(tmp_path / "store")) == "HS501"
+    with pytest.raises(StoreError, match=r"hs\.append"):
+        hs.create(tmp_path / "store", CONTRACT)
+    assert (tmp_path / "store/zarr.json").read_bytes() == before
+    assert hs.exists(tmp_path / "store")
+    assert not any(hs.exists(tmp_path / name) for name in ("file", "full", "nothing", "file/below", "x" * 300))
+    (tmp_path / "empty").mkdir()
+    hs.create(tmp_path / "empty", CONTRACT).close()
+    hs.create(tmp_path / "a/b/c", CONTRACT).close()
+    assert len(hs.open(tmp_path / "a/b/c")) == 0
+
+
+def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_after(monkeypatch, "publish", 0, errno.EACCES)
+    assert code_of(lambda: hs.create(tmp_path / "s", CONTRACT)) == "HS501"
+    assert not hs.exists(tmp_path / "s")
+
+
+def test_two_creators_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LocalBackend.settle
+
+    def other_first(self: LocalBackend, key: str) -> None:
+        real(self, key)
+        LocalBackend(str(tmp_path / "s")).publish("zarr.json", b"{}")
+
+    monkeypatch.setattr(LocalBackend, "settle", other_first)
+    assert code_of(lambda: hs.create(tmp_path / "s", CONTRACT)) == "HS501"
+
+
+def test_chunk_beyond_two_gigabytes_is_refused(tmp_path: Path) -> None:  # numcodecs#80, zarr-python#487
+    wide = tiny_contract(target={"hidden_size": 7168})
+    with pytest.raises(StoreError, match=str(2**31 - 17)) as e:
+        hs.create(tmp_path / "s", wide, chunk_tokens=65536 * 4)
+    assert e.value.problems[0].code == "HS501"
+    assert not (tmp_path / "s").exists()
+    hs.create(tmp_path / "s", wide).close()
+    assert code_of(lambda: hs.append(tmp_path / "s", chunk_tokens=65536 * 4)) == "HS501"
+
+
+def test_small_arrays_stay_below_the_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    field = {"name": "top", "axis": "token", "dtype": "float32", "shape": [4], "must_understand": False}
+    contract = tiny_contract(fields=[field])
+    monkeypatch.setattr(pending, "MAX_CHUNK_BYTES", 300)
+    monkeypatch.setattr("hsformat.store.arrays.MAX_CHUNK_BYTES", 300)
+    with hs.create(tmp_path / "s", contract, chunk_tokens=16) as out:
+        for i in range(3):
+            out.append(tiny_record(contract, f"r{i}", tokens=10))  # 160 bytes of the field each
+        assert code_of(lambda: out.append(tiny_record(contract, "long", tokens=20))) == "HS501"
+    assert [s.ids for s in hs.open(tmp_path / "s").segments] == [("r0",), ("r1",), ("r2",)]
+
+
+def test_sizes_must_be_positive(tmp_path: Path) -> None:
+    for options in ({"segment_bytes": 0}, {"chunk_tokens": -1}):
+        with pytest.raises(ValueError, match="above 0"):
+            hs.create(tmp_path / "s", CONTRACT, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unsupported"):
+        hs.create(tmp_path / "s", CONTRACT, producer={"x": object()})
+    assert not (tmp_path / "s").exists()
+    out = hs.create(tmp_path / "s", CONTRACT)
+    with pytest.raises(ValueError, match="unsupported"):
+        out.producer = {"x": object()}
+
+
+def test_counts_and_closing(tmp_path: Path) -> None:
+    out = hs.create(tmp_path / "s", CONTRACT, producer={"name": "test"})
+    out.flush()  # nothing to do, no segment
+    assert out.append(RECORDS[0]) == []
+    out.close()
+    out.close()
+    assert (out.records_committed, out.segments_committed) == (1, 1)
+    store = hs.open(tmp_path / "s")
+    assert out.bytes_written == store.nbytes
+    assert store.segments[0].producer == {"name": "test"}
+    assert code_of(lambda: out.append(RECORDS[1])) == "HS506"
+    assert len(segment_names(LocalBackend(str(tmp_path / "s")))) == 1
+
+
+def test_notes_are_returned(tmp_path: Path) -> None:  # speculators#613
+    states = RECORDS[0].hidden["d1"]
+    long = np.repeat(states, 40, axis=0)
+    long[5] = 0
+    hidden = {k: np.repeat(h, 40, axis=0) for k, h in RECORDS[0].hidden.items()} | {"d1": long}
+    with hs.create(tmp_path / "s", CONTRACT) as out:
+        problems = out.append(tiny_record(CONTRACT, "z", tokens=280, hidden=hidden))
+    assert [(p.code, p.severity) for p in problems] == [("HS202", Severity.NOTE)]
