@@ -12,7 +12,7 @@ import numpy as np
 from hsformat.contract import Contract
 from hsformat.digests import canonical_json, checksum, digest_json
 from hsformat.dtypes import numpy_dtype
-from hsformat.store.arrays import ArraySpec, encode_array
+from hsformat.store.arrays import CHUNK_TOKENS, ArraySpec, encode_array
 
 
 def read_json(path: Path) -> Any:
@@ -62,8 +62,11 @@ def rewrite_array(store: Path, name: str, edit: Callable[[np.ndarray], np.ndarra
     new = edit(np.array(zarr.open_array(folder / name, mode="r")[...]))
     spec = ArraySpec(name=name, shape=new.shape, dtype=numpy_dtype(new.dtype.name))
     entries = {}
-    for key, data in encode_array(new, spec, codec=contract.codec, chunk_tokens=256):
-        (folder / name / key).write_bytes(data)
+    if name.startswith("hidden/"):
+        filled = -len(new) % CHUNK_TOKENS
+        new = np.concatenate([new, np.zeros((filled, *new.shape[1:]), new.dtype)])
+    for key, data in encode_array(new, spec, codec=contract.codec, chunk_tokens=CHUNK_TOKENS):
+        (folder / name / key).write_bytes(data.tobytes())
         entries[f"{name}/{key}"] = {"size": len(data), "checksum": checksum(data)}
     edit_commit(store, lambda c: c["files"].update(entries))
 
