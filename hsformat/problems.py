@@ -21,6 +21,7 @@ __all__ = [
     "ForeignFileError",
     "HsError",
     "InvalidRecord",
+    "NothingToOpen",
     "Problem",
     "ResolveError",
     "Severity",
@@ -371,3 +372,7 @@ class ResolveError(HsError):
 
 class ForeignFileError(HsError):
     """An input file is unsafe, corrupt or unknown (6xx)."""
+
+
+class NothingToOpen(ForeignFileError):
+    """A path that was given does not exist: nothing could be begun, and the exit code is 2."""

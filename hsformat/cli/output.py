@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from hsformat.problems import ExitCode, HsError, Problem, Severity, exit_code
+from hsformat.problems import ExitCode, HsError, NothingToOpen, Problem, Severity, exit_code
 
 __all__ = ["echo_problems", "guarded", "human_bytes", "summary_line"]
 
@@ -22,7 +22,7 @@ def guarded(run: Callable[[], Any]) -> int:
         return e.code if isinstance(e.code, int) else ExitCode.UNABLE
     except HsError as e:
         echo_problems(e.problems, err=True)
-        return max(exit_code(e.problems), ExitCode.PROBLEMS)
+        return ExitCode.UNABLE if isinstance(e, NothingToOpen) else max(exit_code(e.problems), ExitCode.PROBLEMS)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PROBLEMS

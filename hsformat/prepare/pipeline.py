@@ -107,10 +107,10 @@ class Preparation:
         self._for_generation = for_generation
         self._reserve = reserve
         self._template_kwargs = template_kwargs
-        self.summary = Summary(source=str(path))
+        self.summary = Summary(source=str(path), for_generation=for_generation)
 
     def __iter__(self) -> Iterator[TokenSample]:
-        summary = self.summary = Summary(source=str(self._path))
+        summary = self.summary = Summary(source=str(self._path), for_generation=self._for_generation)
         contents: dict[bytes, bytes] = {}
         for row in read_rows(self._path):
             summary.rows += 1

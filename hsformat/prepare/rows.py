@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from hsformat.problems import ForeignFileError, Problem, problem
+from hsformat.problems import ForeignFileError, NothingToOpen, Problem, problem
 
 __all__ = ["Row", "count_rows", "read_rows"]
 
@@ -108,7 +108,9 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except FileNotFoundError as e:
-        _refuse(path, "HS602", "no such file", "a JSON Lines file", "check the path", e)
+        raise NothingToOpen(
+            problem("HS602", where=str(path), got="no such file", expected="a JSON Lines file", fix="check the path")
+        ) from e
     except IsADirectoryError as e:
         _refuse(path, "HS603", "a folder", "a JSON Lines file", "name the file", e)
     except OSError as e:

@@ -34,6 +34,8 @@ class Summary:
 
     Attributes
     ----------
+    for_generation
+        Whether the samples are prompts.
     rows, samples
         Rows read, blank lines aside; samples handed out.
     tokens, supervised
@@ -51,6 +53,7 @@ class Summary:
     """
 
     source: str
+    for_generation: bool = False
     rows: int = 0
     samples: int = 0
     tokens: int = 0
@@ -117,7 +120,9 @@ class Summary:
         share = f"{self.supervised / self.tokens:.1%}" if self.tokens else "none"
         out = [
             f"prepare: {self.samples:,} samples of {self.rows:,} rows: {self.source}",
-            f"prepare: {self.tokens:,} tokens, {self.supervised:,} supervised ({share})",
+            f"prepare: {self.tokens:,} tokens of prompts"
+            if self.for_generation
+            else f"prepare: {self.tokens:,} tokens, {self.supervised:,} supervised ({share})",
         ]
         if self.truncated:
             out.append(f"prepare: {self.truncated:,} truncated to the maximum length")

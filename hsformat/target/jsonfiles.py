@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hsformat.problems import ForeignFileError, problem
+from hsformat.problems import ForeignFileError, NothingToOpen, problem
 
 __all__ = ["corrupt", "read_object", "read_text", "require_folder"]
 
@@ -25,9 +25,11 @@ def require_folder(path: Path) -> None:
     ForeignFileError
         HS602.
     """
+    expected, fix = "a model folder", "give the folder that holds config.json and the weights"
+    if not path.exists():
+        raise NothingToOpen(problem("HS602", where=str(path), got="no such path", expected=expected, fix=fix))
     if not path.is_dir():
-        got = "not a folder" if path.exists() else "no such path"
-        raise corrupt(str(path), got, "a model folder", "give the folder that holds config.json and the weights")
+        raise corrupt(str(path), "not a folder", expected, fix)
 
 
 def read_text(path: Path) -> str:

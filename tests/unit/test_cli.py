@@ -164,12 +164,14 @@ def test_data_that_cannot_be_opened(extract, tmp_path, kind):
     elif kind == "folder":
         path.mkdir()
     code, _, err = extract(data=path)
-    assert (code, codes(err)) == (1, {"HS603" if kind == "folder" else "HS602"})
+    expected = {"absent": (2, {"HS602"}), "empty": (1, {"HS602"}), "folder": (1, {"HS603"})}
+    assert (code, codes(err)) == expected[kind]
     assert not (tmp_path / "out.hs.zarr").exists()
 
 
 def test_model_folders_that_cannot_be_used(extract, tmp_path):
-    assert codes(extract(model=tmp_path / "absent")[2]) == {"HS602"}
+    code, _, err = extract(model=tmp_path / "absent")
+    assert (code, codes(err)) == (2, {"HS602"})
     folder = tmp_path / "model"
     shutil.copytree(MODEL, folder)
     (folder / "model.safetensors").unlink()
