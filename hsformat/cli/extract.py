@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -10,7 +12,7 @@ import typer
 
 from hsformat.cli.options import check_choice, parse_options
 from hsformat.cli.output import echo_problems, human_bytes
-from hsformat.problems import Severity, exit_code
+from hsformat.problems import Severity, StoreError, exit_code
 
 __all__ = ["extract"]
 
@@ -90,7 +92,7 @@ def extract(
         reserve=generate,
         template_kwargs=kwargs,
     )
-    with extraction_progress(total) as listener:
+    with extraction_progress(total) as listener, _how_to_go_on(out):
         report = extract_to_store(
             extractor,
             samples,
@@ -102,6 +104,19 @@ def extract(
             listener=listener,
         )
     _finish(report, samples.summary, out, format)
+
+
+@contextmanager
+def _how_to_go_on(out: Path) -> Iterator[None]:
+    """After a failed write say that the same command continues; what was committed is whole."""
+    try:
+        yield
+    except StoreError:
+        from hsformat.store import exists
+
+        if exists(out):
+            typer.echo(f"extract: what is committed in {out} stays; then give the same command again", err=True)
+        raise
 
 
 def _finish(report: Any, summary: Any, out: Path, format: str) -> None:

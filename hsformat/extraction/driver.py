@@ -105,8 +105,8 @@ def extract_to_store(
     """Extract samples into a store, new or begun before.
 
     The extractor is loaded here, after the store was opened and a first sample was found that is not in it, and closed
-    at the end. SIGINT or SIGTERM ends the run after the sample in hand and commits; a second one ends it at once, and
-    what was not committed is lost.
+    at the end. SIGINT or SIGTERM ends the run after what the extractor has in hand and commits; a second one ends it at
+    once, and what was not committed is lost.
 
     Parameters
     ----------
@@ -168,15 +168,13 @@ class _Run:
                     extractor.load(request)
                     writer = self._writer(extractor.producer())
                     committed = time.monotonic()
-                    for result in extractor.extract(itertools.chain((first,), todo)):
+                    for result in extractor.extract(itertools.chain((first,), todo), stopping=stop.asked):
                         self._take(result, writer)
                         if time.monotonic() - committed > commit_seconds:
                             writer.flush()
                             committed = time.monotonic()
                         self.report.seconds = time.monotonic() - started
                         listener(self.report)
-                        if stop.signal is not None:
-                            break
                 except StoreError:
                     raise  # what could not be written once is not tried again
                 except Exception:
@@ -205,7 +203,7 @@ class _Run:
     def _not_yet_stored(self, samples: Iterable[TokenSample], stop: _Stop) -> Iterator[TokenSample]:
         """Yield samples that have no record yet; those handed out and not answered are pending."""
         for sample in samples:
-            if stop.signal is not None:
+            if stop.asked():
                 return
             if sample.id in self.pending:
                 self._reject(sample.id, [_twice(sample.id)])
@@ -323,6 +321,10 @@ class _Stop:
             for s in (signal.SIGINT, signal.SIGTERM):
                 self._old[s] = signal.signal(s, self._handle)
         return self
+
+    def asked(self) -> bool:
+        """Return whether to stop."""
+        return self.signal is not None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None:

@@ -7,7 +7,7 @@ An extractor turns token samples into records. It knows nothing of stores, progr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -76,11 +76,12 @@ class Extractor(Protocol):
         """
         ...
 
-    def extract(self, samples: Iterable[TokenSample]) -> Iterator[Record | Rejected]:
+    def extract(self, samples: Iterable[TokenSample], *, stopping: Callable[[], bool]) -> Iterator[Record | Rejected]:
         """Yield one record or rejection for each sample, in any order, matched by id.
 
         Samples are consumed as they are needed. States are NumPy arrays in the dtype that the target ran in, on the
-        host, and owned by the record. ``record.source_digest`` is that of the sample.
+        host, and owned by the record. ``record.source_digest`` is that of the sample. Once ``stopping()`` is true,
+        nothing new is begun: what is in hand is finished and yielded, and the iterator ends.
         """
         ...
 

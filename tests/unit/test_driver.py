@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Fake:
     def one(self, s: TokenSample) -> Record | Rejected | None:
         return answer(s)
 
-    def extract(self, samples: Iterable[TokenSample]) -> Iterator[Record | Rejected]:
+    def extract(self, samples: Iterable[TokenSample], *, stopping: Callable[[], bool]) -> Iterator[Record | Rejected]:
         for s in samples:
             result = self.one(s)
             if result is not None:
@@ -137,7 +137,7 @@ def test_engine_that_returns_32_of_70(out):  # speculators PR#365
 
 def test_records_in_any_order_are_matched_by_id(out):  # speculators PR#365: sorted as req_0, req_1, req_10, ...
     class Shuffled(Fake):
-        def extract(self, samples):
+        def extract(self, samples, *, stopping):
             yield from (answer(s) for s in sorted(samples, key=lambda s: s.id))
 
     assert run(Shuffled(), map(sample, range(12)), out).exit_code == 0
@@ -251,7 +251,7 @@ def test_resume_with_other_data_under_the_same_id(out):  # NeMo Automodel PR#339
 
 def test_same_id_twice_in_the_data(out):
     class Late(Fake):
-        def extract(self, samples):
+        def extract(self, samples, *, stopping):
             yield from [answer(s) for s in samples]
 
     report = run(Late(), [sample(0), sample(0)], out)
