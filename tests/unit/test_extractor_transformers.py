@@ -233,3 +233,12 @@ def test_weights_that_are_cut_or_absent_are_refused(tmp_path, left, code):
         TransformersExtractor().load(request_for(tiny))
     assert [p.code for p in e.value.problems] == [code]
     assert e.value.__cause__ is not None
+
+
+def test_stopping_finishes_the_batch_in_hand(llama):
+    extractor = TransformersExtractor()
+    extractor.load(request_for(llama, "d2", batch_tokens=16))
+    done: list[str] = []
+    for record in extractor.extract(make_samples(*[8] * 10), stopping=lambda: bool(done)):
+        done.append(record.id)
+    assert len(done) == 2  # two of 8 tokens fit a batch
