@@ -289,7 +289,8 @@ def _load_model(request: ExtractionRequest, device: torch.device) -> Any:
     """
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # the driver shows one of its own
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()  # the driver shows one of its own
     auto: Any = transformers.AutoModelForCausalLM
     chosen = {"attn_implementation": request.options["attention"]} if "attention" in request.options else {}
     if device.type == "cuda":
