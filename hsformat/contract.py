@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from hsformat.digests import digest_json
+from hsformat.digests import canonical_json, digest_json
 from hsformat.layout import Layout, capture_key
 from hsformat.models import FromList, Frozen
 from hsformat.problems import Problem, StoreError, problem
@@ -185,6 +185,9 @@ class TargetModel(Frozen):
     def _check(self) -> Self:
         if self.head.padded_vocab < self.vocab_size:
             raise ValueError(f"head.padded_vocab {self.head.padded_vocab} is below vocab_size {self.vocab_size}")
+        layers = [r.applies_to for r in self.rope]
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"rope applies twice to the same layers: {layers}")
         return self
 
 
@@ -263,6 +266,7 @@ class Contract(Frozen):
         names = [f.name for f in self.fields]
         if len(set(names)) != len(names):
             raise ValueError(f"field names are not unique: {names}")
+        canonical_json(self.to_json())  # ValueError: a number that JSON readers do not keep
         return self
 
     @property
@@ -303,10 +307,11 @@ class Contract(Frozen):
 
 
 def compatibility_view(contract: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a contract's JSON that the compatibility digest covers (spec rule C-20)."""
+    """Return the part of a contract's JSON that the compatibility digest covers (spec rule X-2)."""
     view = {k: v for k, v in contract.items() if k not in ("layout", "codec")}
     view["target"] = {k: v for k, v in contract["target"].items() if k not in ("name", "revision")}
-    view["fields"] = [f for f in contract["fields"] if f["must_understand"]]
+    view["target"]["rope"] = sorted(contract["target"]["rope"], key=lambda r: str(r["applies_to"]))
+    view["fields"] = sorted((f for f in contract["fields"] if f["must_understand"]), key=lambda f: str(f["name"]))
     return view
 
 

@@ -2,7 +2,8 @@
 
 - A *digest* is ``sha256:<64 hex digits>`` and names content: of JSON, over its RFC 8785 form, so that any
   language computes the same; of files, over their bytes.
-- A *checksum* is ``crc32c:<8 hex digits>`` and finds damage: cheap enough to be verified on every read.
+- A *checksum* is ``xxh3-128:<32 hex digits>`` and finds damage. It is not a CRC-32C: chunks end in one of their own,
+  and the CRC of anything followed by its CRC is a constant, so that exchanged files would go unnoticed.
 
 Imports nothing of hsformat.
 """
@@ -11,16 +12,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import google_crc32c
 import rfc8785
+import xxhash
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["canonical_json", "checksum", "digest_bytes", "digest_json", "is_digest"]
+    Buffer = bytes | npt.NDArray[np.uint8]
+
+__all__ = ["Checksum", "canonical_json", "checksum", "digest_bytes", "digest_json", "is_digest"]
 
 
 def canonical_json(value: Any) -> bytes:
@@ -47,13 +50,23 @@ def digest_bytes(parts: Iterable[bytes | memoryview]) -> str:
     return f"sha256:{h.hexdigest()}"
 
 
-def checksum(data: bytes | npt.NDArray[np.uint8], *, previous: str | None = None) -> str:
-    """Return the CRC32C (Castagnoli) checksum of ``data``, continuing from ``previous`` if given.
+class Checksum:
+    """The XXH3-128 checksum of bytes that come in parts (canonical form, seed 0); ``str()`` gives its text."""
 
-    A NumPy array of bytes is read where it lies; google_crc32c refuses a memoryview.
-    """
-    start = int(previous.removeprefix("crc32c:"), 16) if previous is not None else 0
-    return f"crc32c:{google_crc32c.extend(start, data):08x}"
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, data: Buffer) -> None:
+        """Add bytes."""
+        self._state.update(cast("bytes", data))
+
+    def __str__(self) -> str:
+        return f"xxh3-128:{self._state.hexdigest()}"
+
+
+def checksum(data: Buffer) -> str:
+    """Return the checksum of bytes; a NumPy array is read where it lies."""
+    return "xxh3-128:" + xxhash.xxh3_128_hexdigest(cast("bytes", data))
 
 
 def is_digest(text: str) -> bool:

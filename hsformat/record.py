@@ -40,7 +40,7 @@ class Generation(Frozen):
     temperature: Annotated[float, Field(gt=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(gt=0)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
 
 
 GIVEN = Generation(mode="none")

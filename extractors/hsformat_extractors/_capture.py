@@ -150,7 +150,8 @@ def find_anatomy(model: Any, batch: PaddedBatch, num_layers: int) -> Anatomy:
     after = seen[seen.index(layers[-1]) + 1 :]
     norms = [
         s for s in after
-        if _is_stream(s.x) and _is_stream(s.y) and torch.equal(s.x, last) and not torch.equal(s.y, last)
+        if _is_stream(s.x) and _is_stream(s.y) and torch.equal(s.x, last)
+        and s.y.shape == last.shape and not torch.equal(s.y, last)
     ]  # fmt: skip
     if not norms or norms[0].calls != 1:
         raise _unsupported(f"no norm follows {layers[-1].name}; after it run {[s.name for s in after][:5]}")

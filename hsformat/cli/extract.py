@@ -32,7 +32,9 @@ def extract(
     temperature: Annotated[float, typer.Option(help="Sample at this temperature; 0: greedy.", min=0)] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Nucleus of sampling.", min=0, max=1)] = None,
     top_k: Annotated[int | None, typer.Option(help="Number of tokens to sample from.", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling; required with a temperature.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of sampling; required with a temperature.", min=0, max=2**53 - 1)
+    ] = None,
     codec: Annotated[str, typer.Option(help="compact (smaller) or fast.")] = "compact",
     dtype: Annotated[str | None, typer.Option(help="Run the target in this dtype; default: its config's.")] = None,
     max_length: Annotated[

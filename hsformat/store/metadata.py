@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 SEGMENTS = "segments"
-_SEGMENT_NAME = re.compile(r"([0-9a-z]{1,32})-(0|[1-9][0-9]{0,17})\Z")
+_SEGMENT_NAME = re.compile(r"([0-9a-z]{1,32})-(0|[1-9][0-9]{0,14})\Z")
 _FILE_KEY = re.compile(r"(?!(.*/)?\.\.?(/|\Z))[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*\Z")
 """No part is ``..``: a commit record never leads out of its segment."""
 
@@ -46,10 +46,10 @@ _Counts = Annotated[tuple[Count, ...], FromList]
 
 
 class FileEntry(Frozen):
-    """Size in bytes and CRC32C of one file."""
+    """Size in bytes and checksum of one file."""
 
     size: Annotated[int, Field(ge=0)]
-    checksum: Annotated[str, Field(pattern=r"^crc32c:[0-9a-f]{8}$")]
+    checksum: Annotated[str, Field(pattern=r"^xxh3-128:[0-9a-f]{32}$")]
 
 
 class CommitRecord(Frozen):

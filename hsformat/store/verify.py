@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.digests import checksum
+from hsformat.digests import Checksum
 from hsformat.problems import Problem, problem
 from hsformat.store.backend import Backend
 from hsformat.store.metadata import CommitRecord
@@ -52,10 +52,10 @@ def file_problems(
 
 
 def _stream_checksum(backend: Backend, key: str, size: int) -> str:
-    total = checksum(b"")
+    total = Checksum()
     for start in range(0, size, _BLOCK):
-        total = checksum(backend.read(key, start, _BLOCK), previous=total)
-    return total
+        total.update(backend.read(key, start, _BLOCK))
+    return str(total)
 
 
 def index_problems(commit: CommitRecord, arrays: Mapping[str, npt.NDArray[Any]], *, where: str) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import rfc8785
+import xxhash
 from numcodecs import Blosc
 
 SCHEMA: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs/spec/1.0.schema.json").read_text("utf-8"))
@@ -59,7 +60,7 @@ def crc32c(data: bytes) -> int:
 
 def checksum(data: bytes) -> str:
     """Write the checksum of bytes as section 1 does."""
-    return f"crc32c:{crc32c(data):08x}"
+    return f"xxh3-128:{xxhash.xxh3_128_hexdigest(data)}"
 
 
 def digest(value: Any) -> str:
@@ -71,7 +72,9 @@ def compatibility_digest(contract: Mapping[str, Any]) -> str:
     """Compute the compatibility digest of a contract (rule X-2)."""
     kept = {k: v for k, v in contract.items() if k not in ("layout", "codec")}
     kept["target"] = {k: v for k, v in contract["target"].items() if k not in ("name", "revision")}
-    kept["fields"] = [field for field in contract["fields"] if field["must_understand"]]
+    kept["target"]["rope"] = sorted(kept["target"]["rope"], key=lambda entry: entry["applies_to"])
+    needed = (field for field in contract["fields"] if field["must_understand"])
+    kept["fields"] = sorted(needed, key=lambda field: field["name"])
     return digest(kept)
 
 

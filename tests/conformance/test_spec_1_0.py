@@ -301,6 +301,26 @@ def byte_of_array_metadata_flipped(store):
     flip_byte(segment(store) / "hidden" / "d2" / "zarr.json", 20)
 
 
+@breaks("G-4")
+def two_intact_shards_exchanged(store):  # each ends in its own CRC-32C, so that a CRC of the whole file is a constant
+    shutil.rmtree(store)
+    with hs.create(store, tiny_contract(codec="fast")) as writer:
+        writer.append(tiny_record(writer.contract))
+    first, second = (segment(store) / "hidden" / key / "c" / "0" / "0" for key in ("d1", "d2"))
+    a, b = first.read_bytes(), second.read_bytes()
+    assert len(a) == len(b)
+    first.write_bytes(b)
+    second.write_bytes(a)
+
+
+@breaks("G-13")
+def chunk_damaged_before_its_file_was_listed(store):
+    path = segment(store) / "hidden" / "d2" / "c" / "0" / "0"
+    flip_byte(path, 40)
+    entry = {"size": path.stat().st_size, "checksum": checksum(path.read_bytes())}
+    edit_commit(store, lambda c: c["files"].update({"hidden/d2/c/0/0": entry}))
+
+
 @breaks("G-5")
 def offsets_moved(store):
     rewrite_array(store, "token_offsets", lambda o: o + np.array([0, 1, *[0] * (len(o) - 2)]))

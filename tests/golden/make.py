@@ -4,9 +4,10 @@ A golden store is never made again for a version that was released: readers of e
 very bytes. Until hsformat 1.0.0 is released the format is a draft, and a change of it (CHANGELOG.md, "Format") makes
 them anew.
 
-Two stores, ``compact`` and ``fast``, of the same four records: given and generated (T - 1 states), with other
-positions, with fields on both axes, ids beyond ASCII, every kind of capture; two segments each. ``expected.json`` says
-what a reader must find, by value or by SHA-256 of the little-endian bytes.
+Two stores, ``compact`` and ``fast``, of the same five records: given and generated (T - 1 and T states), with other
+positions, with fields on both axes, ids beyond ASCII, every kind of capture; three segments of two writers.
+``expected.json`` says what a reader must find, by value or by SHA-256 of the little-endian bytes; positions of null are
+0..T-1.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import numpy as np
 
 import hsformat as hs
 from hsformat.dtypes import numpy_dtype
+
+IDS = (("first", 1), ("zweite-\u00fc", 300), ("generated-cut", 40), ("\u56db", 17), ("generated-whole", 9))
+"""Ids and numbers of tokens; the second writer writes the last one."""
 
 
 def digest(fill: str) -> str:
@@ -59,6 +63,8 @@ def contract() -> hs.Contract:
         fields=(
             hs.FieldSpec(name="logprob", axis="token", dtype="float32", shape=(2,), must_understand=False),
             hs.FieldSpec(name="score", axis="record", dtype="int16", shape=(), must_understand=False),
+            hs.FieldSpec(name="teacher", axis="record", dtype="bfloat16", shape=(2, 3), must_understand=True),
+            hs.FieldSpec(name="keep", axis="token", dtype="bool", shape=(), must_understand=False),
         ),
         layout=hs.Layout(aux=("d2", "d0"), last="d4"),
     )
@@ -68,9 +74,9 @@ def records(c: hs.Contract) -> list[hs.Record]:
     rng = np.random.default_rng(20261129)
     sampled = hs.Generation(mode="sampled", max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=50, seed=3)
     out = []
-    for i, (record_id, tokens) in enumerate((("first", 1), ("zweite-\u00fc", 300), ("generated", 40), ("\u56db", 17))):
-        generated = record_id == "generated"
-        states = tokens - 1 if generated else tokens
+    for i, (record_id, tokens) in enumerate(IDS):
+        generated = record_id.startswith("generated")
+        states = tokens - 1 if record_id == "generated-cut" else tokens
         mask = np.zeros(tokens, np.uint8)
         mask[tokens // 2 :] = 1
         out.append(
@@ -80,7 +86,12 @@ def records(c: hs.Contract) -> list[hs.Record]:
                 loss_mask=mask,
                 hidden={k.key: (rng.standard_normal((states, 6)) * 3).astype(numpy_dtype(k.dtype)) for k in c.captures},
                 position_ids=np.arange(tokens) + 5 if i == 3 else None,
-                fields={"logprob": -rng.random((tokens, 2), np.float32), "score": np.int16(i - 2)},
+                fields={
+                    "logprob": -rng.random((tokens, 2), np.float32),
+                    "score": np.int16(i - 2),
+                    "teacher": rng.standard_normal((2, 3)).astype(numpy_dtype("bfloat16")),
+                    "keep": rng.random(tokens) < 0.5,
+                },
                 provenance=hs.Provenance(
                     generation=sampled if generated else hs.Generation(mode="none"),
                     template_digest=digest("e") if i else None,
@@ -109,7 +120,9 @@ def expected(store: hs.Store) -> dict[str, Any]:
                 "loss_mask": r.loss_mask.tolist(),
                 "position_ids": None if r.position_ids is None else r.position_ids.tolist(),
                 "hidden": {k: {"shape": list(h.shape), "sha256": sha(h)} for k, h in r.hidden.items()},
-                "fields": {k: {"dtype": f.dtype.name, "value": np.asarray(f).tolist()} for k, f in r.fields.items()},
+                "fields": {
+                    k: {"dtype": f.dtype.name, "shape": list(f.shape), "sha256": sha(f)} for k, f in r.fields.items()
+                },
                 "provenance": r.provenance.model_dump(mode="json"),
                 "source_digest": r.source_digest,
             }
@@ -123,12 +136,16 @@ def main() -> None:
     folder.mkdir(parents=True)
     for codec in ("compact", "fast"):
         path = folder / f"{codec}.hs.zarr"
+        *most, last = records(contract())
         with hs.create(path, contract(), codec=codec, producer={"name": "golden"}) as writer:
-            for i, record in enumerate(records(writer.contract)):
+            for i, record in enumerate(most):
                 writer.append(record)
                 if i == 1:
                     writer.flush()
-        (folder / f"{codec}.expected.json").write_text(json.dumps(expected(hs.open(path)), indent=1) + "\n")
+        with hs.append(path) as writer:
+            writer.append(last)
+        store = hs.open(path, understands=["teacher"])
+        (folder / f"{codec}.expected.json").write_text(json.dumps(expected(store), indent=1) + "\n")
 
 
 if __name__ == "__main__":
