@@ -7,6 +7,7 @@ signal n. Bad input is a problem with a code, never a traceback.
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -30,8 +31,20 @@ for command in (extract, validate, info, explain):
     app.command()(command)
 
 
+def _version(shown: bool) -> None:  # noqa: FBT001 - typer's interface
+    if shown:
+        from hsformat import __version__
+
+        typer.echo(f"hsformat {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[  # noqa: FBT002
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Versioned, validated hidden-state records for training EAGLE-3 draft heads."""
 
 

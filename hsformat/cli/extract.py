@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any
 
 import typer
 
-from hsformat.cli.options import check_choice, parse_options
+from hsformat.cli.options import Codec, Dtype, Format, Last, parse_options
 from hsformat.cli.output import echo_problems, human_bytes
 from hsformat.problems import Severity, StoreError, exit_code
 
@@ -26,8 +26,8 @@ def extract(
     layers: Annotated[str, typer.Option(help="eagle3 (2, N//2, N-3), or aux depths in the draft's order: 2,15,27.")],
     engine: Annotated[str, typer.Option(help="Name of an installed extractor.")] = "transformers",
     last: Annotated[
-        str, typer.Option(help="Last capture at depth N: pre (before the final norm), post, none.")
-    ] = "pre",
+        Last, typer.Option(help="Last capture: depth N before the final norm (pre) or after it.")
+    ] = Last.PRE,
     generate: Annotated[int, typer.Option(help="The target writes the answer, at most so many tokens.", min=0)] = 0,
     temperature: Annotated[float, typer.Option(help="Sample at this temperature; 0: greedy.", min=0)] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Nucleus of sampling.", min=0, max=1)] = None,
@@ -35,10 +35,10 @@ def extract(
     seed: Annotated[
         int | None, typer.Option(help="Seed of sampling; required with a temperature.", min=0, max=2**53 - 1)
     ] = None,
-    codec: Annotated[str, typer.Option(help="compact (smaller) or fast.")] = "compact",
-    dtype: Annotated[str | None, typer.Option(help="Run the target in this dtype; default: its config's.")] = None,
+    codec: Annotated[Codec, typer.Option(help="Smaller, or faster to read and write.")] = Codec.COMPACT,
+    dtype: Annotated[Dtype | None, typer.Option(help="Run the target in this dtype; default: its config's.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Cut samples to so many tokens; default: the target's.")
+        int | None, typer.Option(help="Cut samples to so many tokens; default: the target's.", min=1)
     ] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a forward pass, padding included.", min=1)] = 4096,
     segment_mib: Annotated[int, typer.Option(help="Bound of a segment in memory, MiB.", min=1)] = 256,
@@ -46,14 +46,9 @@ def extract(
     template_kwargs: Annotated[str, typer.Option(help="Keyword arguments of the chat template, as JSON.")] = "{}",
     weights_digest: Annotated[bool, typer.Option("--weights-digest", help="Hash all weight files.")] = False,  # noqa: FBT002
     option: Annotated[list[str] | None, typer.Option(help="Option of the engine, NAME=VALUE (device=cuda:0).")] = None,
-    format: Annotated[str, typer.Option(help="Of the summary: text or json.")] = "text",
+    format: Annotated[Format, typer.Option(help="Of the summary; JSON stands alone on stdout.")] = Format.TEXT,
 ) -> None:
     """Extract hidden states of conversations into a store, and go on where an earlier run stopped."""
-    check_choice("--last", last, ("pre", "post", "none"))
-    check_choice("--codec", codec, ("compact", "fast"))
-    check_choice("--format", format, ("text", "json"))
-    if dtype is not None:
-        check_choice("--dtype", dtype, ("bfloat16", "float16", "float32"))
     from hsformat.cli.progress import extraction_progress
     from hsformat.extraction import ExtractionRequest, extract_to_store, find_extractor, make_contract
     from hsformat.extraction.plan import parse_layers
@@ -68,8 +63,8 @@ def extract(
         described.model,
         tokenizer_digest=described.tokenizer_digest,
         aux=parse_layers(layers, described.model.num_layers),
-        last=cast("Literal['pre', 'post', 'none']", last),
-        codec=cast("Literal['compact', 'fast']", codec),
+        last=last.value,
+        codec=codec.value,
     )
     request = ExtractionRequest(
         model=model,
@@ -121,10 +116,10 @@ def _how_to_go_on(out: Path) -> Iterator[None]:
         raise
 
 
-def _finish(report: Any, summary: Any, out: Path, format: str) -> None:
+def _finish(report: Any, summary: Any, out: Path, format: Format) -> None:
     problems = [*summary.all_problems, *report.problems]
     code = max(report.exit_code, exit_code(problems))
-    if format == "json":
+    if format is Format.JSON:
         facts = {
             "store": str(out),
             "written": report.written,
@@ -163,6 +158,8 @@ def _finish(report: Any, summary: Any, out: Path, format: str) -> None:
 
 
 def _generation(n: int, temperature: float, top_p: float | None, top_k: int | None, seed: int | None) -> Any:
+    from pydantic import ValidationError
+
     from hsformat.record import Generation
 
     if not n:
@@ -175,7 +172,14 @@ def _generation(n: int, temperature: float, top_p: float | None, top_k: int | No
         return Generation(mode="greedy", max_new_tokens=n)
     if seed is None:
         raise typer.BadParameter("sampling needs a seed, so that the run can be repeated", param_hint="--seed")
-    return Generation(mode="sampled", max_new_tokens=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    try:
+        return Generation(
+            mode="sampled", max_new_tokens=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+        )
+    except ValidationError as e:
+        (first, *_) = e.errors(include_url=False)
+        name = str(first["loc"][0]).replace("_", "-")
+        raise typer.BadParameter(f"{first['input']!r}: {first['msg']}", param_hint=f"--{name}") from e
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hsformat.cli.options import Format
 from hsformat.cli.output import echo_problems, human_bytes
 from hsformat.contract import Contract
 
@@ -18,16 +19,14 @@ _TITLES = {"transformers": "Transformers", "vllm": "vLLM", "sglang": "SGLang"}
 
 def info(
     store: Annotated[str, typer.Argument(help="Path of a store.")],
-    format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
 ) -> None:
     """Show what a store holds: target, records, layout, and each capture with its number in every engine."""
-    from hsformat.cli.options import check_choice
     from hsformat.store import open as open_store
 
-    check_choice("--format", format, ("text", "json"))
     opened = open_store(store)
     facts = _facts(opened)
-    if format == "json":
+    if format is Format.JSON:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         typer.echo(_text(facts))

@@ -1,22 +1,47 @@
-"""Checks of option values that typer has no type for. May import nothing of hsformat."""
+"""Types and checks of option values. May import nothing of hsformat."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 import typer
 
-__all__ = ["check_choice", "parse_options"]
+__all__ = ["Codec", "Dtype", "Format", "Last", "parse_options"]
 
 
-def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuse a value that is not allowed, with exit code 2."""
-    if value not in allowed:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(allowed)}", param_hint=option)
+class Format(StrEnum):
+    """How a command prints what it found."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Last(StrEnum):
+    """The last capture: depth N before the final norm, after it, or none."""
+
+    PRE = "pre"
+    POST = "post"
+    NONE = "none"
+
+
+class Codec(StrEnum):
+    """How chunks are encoded."""
+
+    COMPACT = "compact"
+    FAST = "fast"
+
+
+class Dtype(StrEnum):
+    """The dtype in which the target runs."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
 
 
 def parse_options(option: str, values: Sequence[str]) -> dict[str, str]:
-    """Return ``["device=cpu"]`` as a dictionary."""
+    """Return ``["device=cpu"]`` as a dictionary; anything but NAME=VALUE, once a name, ends with exit code 2."""
     out: dict[str, str] = {}
     for value in values:
         name, equals, rest = value.partition("=")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import typer
 
 from hsformat.problems import ExitCode, HsError, NothingToOpen, Problem, Severity, exit_code
 
-__all__ = ["echo_problems", "guarded", "human_bytes", "summary_line"]
+__all__ = ["echo_problems", "guarded", "human_bytes"]
 
 
 def guarded(run: Callable[[], Any]) -> int:
@@ -40,15 +40,6 @@ def echo_problems(problems: Iterable[Problem], *, err: bool = False) -> None:
     order = {s: i for i, s in enumerate(Severity)}
     for p in sorted(problems, key=lambda p: order[p.severity]):
         typer.echo(str(p), err=err)
-
-
-def summary_line(problems: Sequence[Problem]) -> str:
-    """Return ``2 errors, 0 warnings, 1 note``."""
-    parts = []
-    for severity in Severity:
-        n = sum(p.severity is severity for p in problems)
-        parts.append(f"{n} {severity.value}{'' if n == 1 else 's'}")
-    return ", ".join(parts)
 
 
 def human_bytes(n: float) -> str:

@@ -61,14 +61,14 @@ def _print_text(report: Report) -> None:
         typer.echo(str(p))
     if len(problems) > SHOWN:
         typer.echo(f"... and {len(problems) - SHOWN:,} more; --format json shows all")
-    counts = ", ".join(f"{report.count(s):,} {s.value}s" for s in order)
+    counts = ", ".join(f"{(n := report.count(s)):,} {s.value}{'' if n == 1 else 's'}" for s in order)
     if exit_code(problems) == ExitCode.UNABLE:
         typer.echo(f"{report.store}: could not be validated: {counts}")
         return
     verdict = "invalid" if report.count(Severity.ERROR) else "valid"
     typer.echo(
-        f"{report.store}: {verdict} at level {report.level.value}: {counts}; {report.records:,} records in "
-        f"{report.segments:,} segments, {report.records_checked:,} records read, {report.bytes_checked:,} bytes"
+        f"{report.store}: {verdict} at level {report.level.value}: {counts}; records {report.records:,}, segments "
+        f"{report.segments:,}, records read {report.records_checked:,}, bytes checked {report.bytes_checked:,}"
     )
 
 

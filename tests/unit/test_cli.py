@@ -226,6 +226,8 @@ def test_usage_errors(cli, extract):
     assert extract("--last", "middle")[0] == 2
     assert extract("--generate", "4", "--temperature", "0.7")[0] == 2  # no seed
     assert extract("--seed", "1")[0] == 2
+    sampled = ("--generate", 4, "--seed", 1, "--temperature")
+    assert extract(*sampled, "nan")[0] == extract(*sampled, "0.5", "--top-p", "0")[0] == 2
     assert extract("--option", "device")[0] == 2
     assert extract("--template-kwargs", "[1]")[0] == 2
     code, _, err = extract(engine="nothing")
