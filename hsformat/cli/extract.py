@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hsformat.cli.options import Codec, Dtype, Format, Last, parse_options
 from hsformat.cli.output import echo_problems, human_bytes
 from hsformat.problems import Severity, StoreError, exit_code
+
+if TYPE_CHECKING:
+    from hsformat.extraction import Extractor
+    from hsformat.target import TargetDescription
 
 __all__ = ["extract"]
 
@@ -53,12 +57,12 @@ def extract(
     from hsformat.extraction import ExtractionRequest, extract_to_store, find_extractor, make_contract
     from hsformat.extraction.plan import parse_layers
     from hsformat.prepare import count_rows, load_tokenizer, prepare
-    from hsformat.target import describe
 
     generation = _generation(generate, temperature, top_p, top_k, seed)
     kwargs = _json_object("--template-kwargs", template_kwargs)
+    options = parse_options("--option", option or ())
     extractor = find_extractor(engine)
-    described = describe(model, dtype=dtype, weights_digest=weights_digest)
+    described = _describe(model, extractor, options, dtype=dtype, weights_digest=weights_digest)
     contract = make_contract(
         described.model,
         tokenizer_digest=described.tokenizer_digest,
@@ -72,14 +76,14 @@ def extract(
         captures=contract.captures,
         generation=generation,
         batch_tokens=batch_tokens,
-        options=parse_options("--option", option or ()),
+        options=options,
     )
     if problems := extractor.preflight(request):
         echo_problems(problems, err=True)
         if code := exit_code(problems):
             raise typer.Exit(code)
     limit = max_length if max_length is not None else described.max_positions
-    total = count_rows(data)
+    rows = count_rows(data)
     samples = prepare(
         data,
         load_tokenizer(model),
@@ -89,7 +93,7 @@ def extract(
         reserve=generate,
         template_kwargs=kwargs,
     )
-    with extraction_progress(total) as listener, _how_to_go_on(out):
+    with extraction_progress(rows, lambda: samples.summary.dropped.total()) as listener, _how_to_go_on(out):
         report = extract_to_store(
             extractor,
             samples,
@@ -101,6 +105,24 @@ def extract(
             listener=listener,
         )
     _finish(report, samples.summary, out, format)
+
+
+def _describe(
+    model: Path, extractor: Extractor, options: Mapping[str, str], *, dtype: str | None, weights_digest: bool
+) -> TargetDescription:
+    """Describe the target; where its family is not in the table, let the extractor measure what the table would say."""
+    from hsformat.extraction.protocol import Measures
+    from hsformat.target.describe import UnknownFamily, describe
+
+    try:
+        return describe(model, dtype=dtype, weights_digest=weights_digest)
+    except UnknownFamily as e:
+        if not isinstance(extractor, Measures):
+            raise
+        what = f"model_type {e.model_type!r} is not in the table"
+    typer.echo(f"extract: {what}: measuring its norm, scales and cap by running it once", err=True)
+    measured = extractor.measure(model, options=options)
+    return describe(model, dtype=dtype, weights_digest=weights_digest, measured=measured)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -22,11 +22,11 @@ LINE_SECONDS = 30.0
 
 
 @contextmanager
-def extraction_progress(total: int | None) -> Iterator[Listener]:
-    """Yield a listener for the driver; ``total`` is the number of samples, None where unknown."""
+def extraction_progress(rows: int, dropped: Callable[[], int]) -> Iterator[Listener]:
+    """Yield a listener for the driver; each of the data's rows is extracted, or was dropped before."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(total)
+        yield _Lines(rows, dropped)
         return
     columns = (
         TextColumn("extract"),
@@ -37,10 +37,10 @@ def extraction_progress(total: int | None) -> Iterator[Listener]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("extract", total=total, rate="")
+        task = bar.add_task("extract", total=rows, rate="")
 
         def show(report: ExtractionReport) -> None:
-            bar.update(task, completed=_done(report), rate=_rate(report))
+            bar.update(task, completed=_done(report) + dropped(), rate=_rate(report))
 
         yield show
 
@@ -48,8 +48,8 @@ def extraction_progress(total: int | None) -> Iterator[Listener]:
 class _Lines:
     """One line now and then."""
 
-    def __init__(self, total: int | None) -> None:
-        self.total = total
+    def __init__(self, rows: int, dropped: Callable[[], int]) -> None:
+        self._rows, self._dropped = rows, dropped
         self._next = time.monotonic() + LINE_SECONDS
 
     def __call__(self, report: ExtractionReport) -> None:
@@ -57,12 +57,9 @@ class _Lines:
         if now < self._next:
             return
         self._next = now + LINE_SECONDS
-        done = _done(report)
-        of = "" if self.total is None else f" of {self.total}"
-        left = ""
-        if self.total and done:
-            left = f", about {report.seconds * (self.total - done) / done:.0f} s left"
-        print(f"extract: {done}{of} records, {_rate(report)}{left}", file=sys.stderr, flush=True)
+        done, total = _done(report), self._rows - self._dropped()
+        left = f", about {report.seconds * (total - done) / done:.0f} s left" if done else ""
+        print(f"extract: {done} of {total} records, {_rate(report)}{left}", file=sys.stderr, flush=True)
 
 
 def _done(report: ExtractionReport) -> int:
