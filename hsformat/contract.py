@@ -156,7 +156,7 @@ class TargetModel(Frozen):
     quantization
         Method name of the target's weights (``fp8``, ``gptq``, ...); None: not quantised.
     rope
-        One entry a set of layers; empty: no rotary embedding.
+        One entry a set of layers; empty: the config states no rotary embedding.
     config_digest
         Over the normalised config (spec section 3).
     basis_digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import transformers
 
 from hsformat.problems import ForeignFileError, problem
 
-__all__ = ["device_name", "find_device", "load_model"]
+__all__ = ["device_name", "find_device", "free", "load_model"]
 
 
 def find_device(name: str) -> torch.device:
@@ -24,6 +25,13 @@ def find_device(name: str) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return the device with the name of its model, for provenance."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def free(device: torch.device) -> None:
+    """Give back the memory of models that nothing refers to any more; they hold cycles, so a collection is needed."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def load_model(folder: Path, *, dtype: str, device: torch.device, attention: str | None) -> Any:

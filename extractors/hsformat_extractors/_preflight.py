@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hsformat.extraction.protocol import ExtractionRequest
 from hsformat.problems import Problem, problem
 
-__all__ = ["OPTIONS", "preflight"]
+__all__ = ["OPTIONS", "preflight", "preflight_model"]
 
 OPTIONS = ("device", "attention")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -19,7 +19,13 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 def preflight(request: ExtractionRequest) -> list[Problem]:
     """Return all problems of a request that need no weights."""
-    out = [*_options(request), *_captures(request), *_generation(request)]
+    of_model = preflight_model(request.model, request.options)
+    return [*of_model, *_batch(request), *_captures(request), *_generation(request)]
+
+
+def preflight_model(model: Path, options: Mapping[str, str]) -> list[Problem]:
+    """Return all reasons why a target cannot be loaded with these options, as far as they show without its weights."""
+    out = [*_options(options)]
     missing = [p for p in ("torch", "transformers") if importlib.util.find_spec(p) is None]
     if missing:
         out.append(
@@ -29,18 +35,21 @@ def preflight(request: ExtractionRequest) -> list[Problem]:
             )
         )  # fmt: skip
         return out
-    return [*out, *_device(request), *_architecture(request.model)]
+    return [*out, *_device(options), *_architecture(model)]
 
 
-def _options(request: ExtractionRequest) -> Iterator[Problem]:
-    for name in sorted(set(request.options) - set(OPTIONS)):
-        yield problem("HS410", where=f"option {name}", got=f"{name}={request.options[name]}",
+def _options(options: Mapping[str, str]) -> Iterator[Problem]:
+    for name in sorted(set(options) - set(OPTIONS)):
+        yield problem("HS410", where=f"option {name}", got=f"{name}={options[name]}",
                       expected=f"options of the extractor transformers: {', '.join(OPTIONS)}",
                       fix="remove it")  # fmt: skip
-    device = request.options.get("device", "auto")
+    device = options.get("device", "auto")
     if not _DEVICE.fullmatch(device):
         yield problem("HS410", where="option device", got=device, expected="auto, cpu, cuda or cuda:N",
                       fix="give one of these")  # fmt: skip
+
+
+def _batch(request: ExtractionRequest) -> Iterator[Problem]:
     if request.batch_tokens < 1:
         yield problem("HS410", where="batch_tokens", got=request.batch_tokens, expected="at least 1",
                       fix="give a number of tokens that fits the device, such as 4096")  # fmt: skip
@@ -72,10 +81,10 @@ def _generation(request: ExtractionRequest) -> Iterator[Problem]:
                       expected="both, so that the answers can be had again", fix="give both")  # fmt: skip
 
 
-def _device(request: ExtractionRequest) -> Iterator[Problem]:
+def _device(options: Mapping[str, str]) -> Iterator[Problem]:
     import torch
 
-    device = request.options.get("device", "auto")
+    device = options.get("device", "auto")
     if not device.startswith("cuda") or not _DEVICE.fullmatch(device):
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -16,17 +16,21 @@ Shapes: B sequences, T tokens padded, S tokens without padding, H hidden, V voca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from hsformat.contract import Capture, FinalNorm, TargetModel
 from hsformat.problems import HsError, Problem, problem
 from hsformat_extractors._capture import Anatomy, Capturer, PaddedBatch, call, hooked, pad, stream_argument
 
-__all__ = ["LastConvention", "last_convention", "probe_batch", "prove", "row_error"]
+__all__ = [
+    "LastConvention", "Reference", "claimed_norm", "depth_0_differences", "head_response", "last_convention",
+    "probe_batch", "prove", "row_error",
+]  # fmt: skip
 
 LastConvention = Literal["pre", "post"]
 
@@ -86,7 +90,7 @@ def prove(model: Any, anatomy: Anatomy, capturer: Capturer, target: TargetModel,
     HsError
         All of HS204, HS205, HS206, HS301 and HS410 that the numbers show.
     """
-    reference = _Reference(model, anatomy, batch, tolerance=TOLERANCE[target.dtype])
+    reference = Reference(model, anatomy, batch, tolerance=TOLERANCE[target.dtype])
     if len(reference.states_BTH) != len(anatomy.layers) + 1:
         raise HsError(
             problem(
@@ -115,7 +119,7 @@ def prove(model: Any, anatomy: Anatomy, capturer: Capturer, target: TargetModel,
     return convention
 
 
-class _Reference:
+class Reference:
     """One forward pass of the whole model with all that Transformers returns, and what its parts were given."""
 
     def __init__(self, model: Any, anatomy: Anatomy, batch: PaddedBatch, *, tolerance: float) -> None:
@@ -126,15 +130,15 @@ class _Reference:
         def first(_module: Any, args: Any, kwargs: Any) -> None:
             self.h0_BTH = stream_argument(args, kwargs).clone()
 
-        def norm(_module: Any, args: Any, y_BTH: torch.Tensor) -> None:
-            self.norm_in, self.norm_out = args[0].clone(), y_BTH.clone()
+        def norm(_module: Any, args: Any, kwargs: Any, y_BTH: torch.Tensor) -> None:
+            self.norm_in, self.norm_out = stream_argument(args, kwargs).clone(), y_BTH.clone()
 
         def head(_module: Any, args: Any) -> None:
             self.head_in = args[0].clone()
 
         handles = [
             anatomy.layers[0].register_forward_pre_hook(first, with_kwargs=True),
-            anatomy.final_norm.register_forward_hook(norm),
+            anatomy.final_norm.register_forward_hook(norm, with_kwargs=True),
             anatomy.head.register_forward_pre_hook(head),
         ]
         with hooked(handles):
@@ -152,7 +156,7 @@ class _Reference:
         return self.rows(self.states_BTH[depth] if inside else self.norm_in)
 
 
-def _check_captures(capturer: Capturer, reference: _Reference, batch: PaddedBatch) -> Iterator[Problem]:
+def _check_captures(capturer: Capturer, reference: Reference, batch: PaddedBatch) -> Iterator[Problem]:
     got = capturer.run(batch)
     for capture in capturer.captures:
         where = f"target: capture {capture.key}"
@@ -173,7 +177,7 @@ def _check_captures(capturer: Capturer, reference: _Reference, batch: PaddedBatc
             )
 
 
-def _errors_by_key(rows_SH: torch.Tensor, reference: _Reference, capture: Capture) -> dict[str, float]:
+def _errors_by_key(rows_SH: torch.Tensor, reference: Reference, capture: Capture) -> dict[str, float]:
     """Return the error of a capture against every hidden state of the model, by key."""
     depths = range(len(reference.states_BTH))
     errors = {f"d{d}": row_error(rows_SH, reference.depth(d)) for d in depths}
@@ -203,7 +207,7 @@ def _check_norm(anatomy: Anatomy, claim: FinalNorm, *, tolerance: float) -> Iter
     x = torch.cat([x, x * claim.eps**0.5])  # input of the size of eps shows eps
     x_SH = x.to(device=like.device, dtype=like.dtype)
     got_SH = norm(x_SH[None])[0]
-    want_SH = _claimed_norm(x_SH.float(), claim, weight, bias)
+    want_SH = claimed_norm(x_SH.float(), claim, weight, bias)
     error = row_error(got_SH, want_SH)
     if not error <= tolerance:
         yield problem("HS205", where="target: final_norm",
@@ -212,9 +216,10 @@ def _check_norm(anatomy: Anatomy, claim: FinalNorm, *, tolerance: float) -> Iter
                       fix="describe the target's final norm as it computes")  # fmt: skip
 
 
-def _claimed_norm(
+def claimed_norm(
     x_SH: torch.Tensor, claim: FinalNorm, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return what a final norm of this description makes of float32 rows."""
     size = x_SH.shape[-1:]
     if claim.kind == "layernorm":
         y = functional.layer_norm(x_SH, size, eps=claim.eps)
@@ -226,7 +231,7 @@ def _claimed_norm(
 
 
 def _check_head(
-    model: Any, anatomy: Anatomy, target: TargetModel, reference: _Reference, batch: PaddedBatch
+    model: Any, anatomy: Anatomy, target: TargetModel, reference: Reference, batch: PaddedBatch
 ) -> Iterator[Problem]:
     claim, head = target.head, anatomy.head
     input_error = row_error(reference.rows(reference.head_in), reference.rows(reference.norm_out))
@@ -236,20 +241,12 @@ def _check_head(
     has_bias = getattr(head, "bias", None) is not None
     if has_bias != claim.bias:
         yield _contradiction("head.bias", has_bias, claim.bias)
-    z_V = _test_logits(claim.padded_vocab, claim.scale, dtype=reference.logits_BTV.dtype).to(batch.ids_BT.device)
-    width = 0
-
-    def replace(_module: Any, _args: Any, y: torch.Tensor) -> torch.Tensor:
-        nonlocal width
-        width = y.shape[-1]
-        return z_V.to(y.dtype)[: y.shape[-1]].expand_as(y) if width <= len(z_V) else y
-
-    with hooked([head.register_forward_hook(replace)]):
-        got_V = call(model, batch).logits[0, 0].float()
-    if width != claim.padded_vocab:
-        yield _contradiction("head.padded_vocab", width, claim.padded_vocab)
+    dtype = reference.logits_BTV.dtype
+    z_V, got_V = head_response(model, head, batch, lambda width: _test_logits(width, claim.scale, dtype=dtype))
+    if len(z_V) != claim.padded_vocab:
+        yield _contradiction("head.padded_vocab", len(z_V), claim.padded_vocab)
         return
-    want_V = z_V.float() * claim.scale
+    want_V = z_V * claim.scale
     if claim.softcap is not None:
         want_V = claim.softcap * torch.tanh(want_V / claim.softcap)
     want_V = want_V[: len(got_V)]
@@ -263,6 +260,22 @@ def _check_head(
         )
 
 
+def head_response(
+    model: Any, head: nn.Module, batch: PaddedBatch, make: Callable[[int], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace the head's output by ``make(width)``, [V]; return that and the logits that come of it, in float32."""
+    z_V = torch.empty(0)
+
+    def replace(_module: Any, _args: Any, y: torch.Tensor) -> torch.Tensor:
+        nonlocal z_V
+        z_V = make(y.shape[-1]).to(y)
+        return z_V.expand_as(y)
+
+    with hooked([head.register_forward_hook(replace)]):
+        got_V = call(model, batch).logits[0, 0]
+    return z_V.float(), got_V.float()
+
+
 def _test_logits(width: int, scale: float, *, dtype: torch.dtype) -> torch.Tensor:
     """Return numbers of both signs, 0.1 to 1000 once scaled, as far as the dtype goes."""
     top = min(1000.0, torch.finfo(dtype).max / 4 * scale)
@@ -271,7 +284,7 @@ def _test_logits(width: int, scale: float, *, dtype: torch.dtype) -> torch.Tenso
 
 
 def _check_embedding(
-    anatomy: Anatomy, target: TargetModel, reference: _Reference, batch: PaddedBatch
+    anatomy: Anatomy, target: TargetModel, reference: Reference, batch: PaddedBatch
 ) -> Iterator[Problem]:
     embedding: Any = anatomy.embedding
     table_VH: torch.Tensor = embedding.weight
@@ -279,20 +292,34 @@ def _check_embedding(
     tied = head_VH is not None and (head_VH is table_VH or head_VH.data_ptr() == table_VH.data_ptr())
     if tied and not target.embedding.tied:
         yield _contradiction("embedding.tied", tied, target.embedding.tied)
-    h0_BTH = reference.h0_BTH.float()
-    if table_VH.shape[1] != h0_BTH.shape[-1] or not table_VH.is_floating_point():
+    width = reference.h0_BTH.shape[-1]
+    if table_VH.shape[1] != width or not table_VH.is_floating_point():
         yield _contradiction("embedding", f"rows of width {table_VH.shape[1]}, {table_VH.dtype}",
-                             f"floating-point rows of width {h0_BTH.shape[-1]}")  # fmt: skip
+                             f"floating-point rows of width {width}")  # fmt: skip
         return
-    rest_BTH = h0_BTH - target.embedding.scale * table_VH[batch.ids_BT].float()
-    n = min(batch.lengths)  # where all sequences have tokens, and at the same positions
-    difference = float((rest_BTH[0, :n] - rest_BTH[1, :n]).norm() / h0_BTH[:2, :n].norm())
+    h_NH, row_NH = depth_0_differences(anatomy, reference, batch)
+    size = reference.rows(reference.h0_BTH).float().norm()
+    difference = float((h_NH - target.embedding.scale * row_NH).norm() / size)
     if not difference <= reference.tolerance:
         yield _contradiction(
             "embedding.scale",
             f"depth 0 differs from that by a relative {difference:.2g} that depends on the token",
             f"{target.embedding.scale:g} x row, but for a term of the position alone",
         )
+
+
+def depth_0_differences(
+    anatomy: Anatomy, reference: Reference, batch: PaddedBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the difference of two sequences, position by position: of depth 0, and of the embedding's rows.
+
+    A term of the position alone is gone from both.
+    """
+    n = min(batch.lengths)  # where both sequences have tokens, and at the same positions
+    embedding: Any = anatomy.embedding
+    a, b = reference.h0_BTH[:2, :n].float()
+    row_a, row_b = embedding.weight[batch.ids_BT[:2, :n]].float()
+    return a - b, row_a - row_b
 
 
 def _contradiction(name: str, got: object, expected: object) -> Problem:

@@ -14,16 +14,16 @@ passed on: ``eager``, ``sdpa``, ``flash_attention_2``).
 from __future__ import annotations
 
 import importlib.metadata
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from hsformat.dtypes import as_array
 from hsformat.extraction.protocol import ExtractionRequest, Rejected
-from hsformat.problems import ForeignFileError, HsError, Problem, problem
+from hsformat.problems import HsError, Problem, problem
 from hsformat.record import Record, TokenSample
 from hsformat_extractors import _batching, _preflight
 from hsformat_extractors._batching import Forward
@@ -54,7 +54,7 @@ class _Loaded:
 
 
 class TransformersExtractor:
-    """Extracts with Transformers. See :class:`hsformat.extraction.protocol.Extractor`."""
+    """Extracts with Transformers. See :class:`hsformat.extraction.protocol.Extractor` and ``Measures``."""
 
     name = "transformers"
 
@@ -64,6 +64,29 @@ class TransformersExtractor:
     def preflight(self, request: ExtractionRequest) -> list[Problem]:
         """Return all reasons why this request cannot be done, before any weight is loaded."""
         return _preflight.preflight(request)
+
+    def measure(self, model: Path, *, options: Mapping[str, str]) -> dict[str, Any]:
+        """Return what :func:`hsformat.target.describe` takes as ``measured``, found by running the target in float32.
+
+        The weights are loaded for it in float32 and freed again.
+
+        Raises
+        ------
+        ForeignFileError
+            HS411, HS602: weights are missing or cannot be read.
+        HsError
+            HS410: an option, or a target that cannot be described; HS205: its final norm. See ``_measure``.
+        """
+        if problems := _preflight.preflight_model(model, options):
+            raise HsError(problems)
+        from hsformat_extractors._load import find_device, free, load_model
+        from hsformat_extractors._measure import measure
+
+        device = find_device(options.get("device", "auto"))
+        try:
+            return measure(load_model(model, dtype="float32", device=device, attention=options.get("attention")))
+        finally:
+            free(device)
 
     def load(self, request: ExtractionRequest) -> None:
         """Load the target and prove on a short input that captures are what the request says.
@@ -77,12 +100,13 @@ class TransformersExtractor:
         """
         from hsformat_extractors._capture import Capturer, find_anatomy
         from hsformat_extractors._generate import Generator, end_of_turn_ids
+        from hsformat_extractors._load import find_device, load_model
         from hsformat_extractors._probe import check_sizes, probe_batch, prove
 
         self.close()
-        target, generation = request.target, request.generation
-        device = _device(request.options.get("device", "auto"))
-        model = _load_model(request, device)
+        target, generation, options = request.target, request.generation, request.options
+        device = find_device(options.get("device", "auto"))
+        model = load_model(request.model, dtype=target.dtype, device=device, attention=options.get("attention"))
         if problems := check_sizes(model, target):
             raise HsError(problems)
         batch = probe_batch(target.vocab_size, device=device)
@@ -131,11 +155,13 @@ class TransformersExtractor:
 
     def producer(self) -> dict[str, Any]:
         """Return provenance: packages and versions, device, dtype, attention implementation."""
+        from hsformat_extractors._load import device_name
+
         loaded = self._require()
         return {
             "name": self.name,
             "versions": {p: importlib.metadata.version(p) for p in ("transformers", "torch", "hsformat")},
-            "device": _device_name(loaded.device),
+            "device": device_name(loaded.device),
             "dtype": loaded.request.target.dtype,
             "attention": getattr(loaded.model.config, "_attn_implementation", None),
             "batch_tokens": loaded.request.batch_tokens,
@@ -146,13 +172,12 @@ class TransformersExtractor:
         """Free the target. May be called twice."""
         if self._loaded is None:
             return
-        self._loaded.capturer.close()
-        cuda = self._loaded.device.type == "cuda"
-        self._loaded = None
-        if cuda:
-            import torch
+        from hsformat_extractors._load import free
 
-            torch.cuda.empty_cache()
+        device = self._loaded.device
+        self._loaded.capturer.close()
+        self._loaded = None
+        free(device)
 
     def _require(self) -> _Loaded:
         if self._loaded is None:

@@ -56,12 +56,14 @@ def extract(
     from hsformat.cli.progress import extraction_progress
     from hsformat.extraction import ExtractionRequest, extract_to_store, find_extractor, make_contract
     from hsformat.extraction.plan import parse_layers
+    from hsformat.extraction.registry import isolated
     from hsformat.prepare import count_rows, load_tokenizer, prepare
 
     generation = _generation(generate, temperature, top_p, top_k, seed)
     kwargs = _json_object("--template-kwargs", template_kwargs)
     options = parse_options("--option", option or ())
     extractor = find_extractor(engine)
+    rows = count_rows(data)
     described = _describe(model, extractor, options, dtype=dtype, weights_digest=weights_digest)
     contract = make_contract(
         described.model,
@@ -78,12 +80,13 @@ def extract(
         batch_tokens=batch_tokens,
         options=options,
     )
-    if problems := extractor.preflight(request):
+    with isolated(extractor):
+        problems = extractor.preflight(request)
+    if problems:
         echo_problems(problems, err=True)
         if code := exit_code(problems):
             raise typer.Exit(code)
     limit = max_length if max_length is not None else described.max_positions
-    rows = count_rows(data)
     samples = prepare(
         data,
         load_tokenizer(model),
@@ -112,6 +115,7 @@ def _describe(
 ) -> TargetDescription:
     """Describe the target; where its family is not in the table, let the extractor measure what the table would say."""
     from hsformat.extraction.protocol import Measures
+    from hsformat.extraction.registry import isolated
     from hsformat.target.describe import UnknownFamily, describe
 
     try:
@@ -121,7 +125,8 @@ def _describe(
             raise
         what = f"model_type {e.model_type!r} is not in the table"
     typer.echo(f"extract: {what}: measuring its norm, scales and cap by running it once", err=True)
-    measured = extractor.measure(model, options=options)
+    with isolated(extractor):
+        measured = extractor.measure(model, options=options)
     return describe(model, dtype=dtype, weights_digest=weights_digest, measured=measured)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from hsformat.extraction.driver import ExtractionReport, extract_to_store
 from hsformat.extraction.plan import eagle3_depths, make_contract
-from hsformat.extraction.protocol import ExtractionRequest, Extractor, Rejected
+from hsformat.extraction.protocol import ExtractionRequest, Extractor, Measures, Rejected
 from hsformat.extraction.registry import available, find_extractor
 
 __all__ = [
     "ExtractionReport",
     "ExtractionRequest",
     "Extractor",
+    "Measures",
     "Rejected",
     "available",
     "eagle3_depths",

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -24,6 +24,7 @@ import hsformat.store as hs_store
 from hsformat.contract import Contract, differing_fields
 from hsformat.extraction.protocol import ExtractionRequest, Extractor, Rejected
 from hsformat.extraction.quarantine import Quarantine
+from hsformat.extraction.registry import isolated
 from hsformat.problems import (
     ContractMismatch,
     ExitCode,
@@ -160,21 +161,17 @@ class _Run:
         listener: Listener,
     ) -> ExtractionReport:
         started = time.monotonic()
+
+        def tell() -> None:
+            self.report.seconds = time.monotonic() - started
+            listener(self.report)
+
         with _Stop() as stop:
             todo = self._not_yet_stored(samples, stop)
             first = next(todo, None)
             if first is not None:
                 try:
-                    extractor.load(request)
-                    writer = self._writer(extractor.producer())
-                    committed = time.monotonic()
-                    for result in extractor.extract(itertools.chain((first,), todo), stopping=stop.asked):
-                        self._take(result, writer)
-                        if time.monotonic() - committed > commit_seconds:
-                            writer.flush()
-                            committed = time.monotonic()
-                        self.report.seconds = time.monotonic() - started
-                        listener(self.report)
+                    self._extract(extractor, request, itertools.chain((first,), todo), stop, commit_seconds, tell)
                 except StoreError:
                     raise  # what could not be written once is not tried again
                 except Exception:
@@ -190,9 +187,34 @@ class _Run:
             for sample in self.pending.values():  # asked for and never answered (speculators PR#365)
                 self._reject(sample.id, [_unanswered(sample.id)])
         self.report.quarantine_path = self.quarantine.close()
-        self.report.seconds = time.monotonic() - started
-        listener(self.report)
+        tell()
         return self.report
+
+    def _extract(
+        self,
+        extractor: Extractor,
+        request: ExtractionRequest,
+        samples: Iterator[TokenSample],
+        stop: _Stop,
+        commit_seconds: float,
+        tell: Callable[[], None],
+    ) -> None:
+        with isolated(extractor):
+            extractor.load(request)
+            producer = extractor.producer()
+            results = extractor.extract(samples, stopping=stop.asked)
+        writer = self._writer(producer)
+        committed = time.monotonic()
+        while True:
+            with isolated(extractor):
+                result = next(results, None)
+            if result is None:
+                return
+            self._take(result, writer)
+            if time.monotonic() - committed > commit_seconds:
+                writer.flush()
+                committed = time.monotonic()
+            tell()
 
     def _writer(self, producer: dict[str, Any]) -> Writer:
         if self.writer is None:

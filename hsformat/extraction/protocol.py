@@ -16,7 +16,7 @@ from hsformat.contract import Capture, TargetModel
 from hsformat.problems import Problem
 from hsformat.record import Generation, Record, TokenSample
 
-__all__ = ["ExtractionRequest", "Extractor", "Rejected"]
+__all__ = ["ExtractionRequest", "Extractor", "Measures", "Rejected"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,4 +91,21 @@ class Extractor(Protocol):
 
     def close(self) -> None:
         """Free the target. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """What an extractor may do besides: describe a target whose family is not in the table, by running it."""
+
+    def measure(self, model: Path, *, options: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return what :func:`hsformat.target.describe` takes as ``measured`` for the target in this folder.
+
+        ``options`` are the engine's own, as in :class:`ExtractionRequest`. Nothing stays loaded.
+
+        Raises
+        ------
+        HsError
+            The target cannot be loaded, or its numbers are not those of any description (HS205, HS410): never a guess.
+        """
         ...

@@ -1,16 +1,19 @@
-"""Finding extractors: entry points of group ``hsformat.extractors``, loaded when asked for.
+"""Finding extractors (entry points of group ``hsformat.extractors``), and isolating what they die of.
 
 May import ``problems`` and ``extraction.protocol``.
 """
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 
 from hsformat.extraction.protocol import Extractor
-from hsformat.problems import ResolveError, problem
+from hsformat.problems import HsError, ResolveError, problem
 
-__all__ = ["GROUP", "available", "find_extractor"]
+__all__ = ["GROUP", "available", "find_extractor", "isolated"]
 
 GROUP = "hsformat.extractors"
 
@@ -58,3 +61,29 @@ def find_extractor(name: str) -> Extractor:
             )
         )
     return extractor
+
+
+@contextmanager
+def isolated(extractor: Extractor) -> Iterator[None]:
+    """Call an extractor: whatever it dies of becomes a problem with the place where it died.
+
+    Raises
+    ------
+    HsError
+        As the extractor raised it; anything else as HS410, with the cause chained.
+    """
+    try:
+        yield
+    except HsError:
+        raise
+    except Exception as e:  # isolates a plugin
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        raise ResolveError(
+            problem(
+                "HS410",
+                where=f"engine {extractor.name}: {at.filename}:{at.lineno}",
+                got=f"{type(e).__name__}: {e}",
+                expected="an engine that runs this target",
+                fix="run the target with the engine alone; what is committed stays, and the same command goes on",
+            )
+        ) from e

@@ -12,16 +12,18 @@
 
 from __future__ import annotations
 
-from hsformat.target.describe import MEASURED, TargetDescription, describe
+from hsformat.target.describe import MEASURED, NORM_WEIGHT, TargetDescription, UnknownFamily, describe
 from hsformat.target.families import FAMILIES, Family
 from hsformat.target.keytensors import Role, key_tensors, load_key_tensor
 
 __all__ = [
     "FAMILIES",
     "MEASURED",
+    "NORM_WEIGHT",
     "Family",
     "Role",
     "TargetDescription",
+    "UnknownFamily",
     "describe",
     "key_tensors",
     "load_key_tensor",

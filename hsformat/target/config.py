@@ -6,7 +6,8 @@ The normalised config (docs/spec cites this rule) is made of ``config.json`` in 
    ``tie_word_embeddings`` and ``quantization_config``. Where there is none, ModelOpt's
    ``hf_quant_config.json`` stands for ``quantization_config``, with ``quant_method`` ``modelopt``.
 2. Keys get their usual names: the family's ``renames``, and ``num_experts`` and ``n_routed_experts`` become
-   ``num_local_experts``. A null never replaces another value.
+   ``num_local_experts``. Of a family outside the table, sizes may stand under one of :data:`OTHER_NAMES`. A null never
+   replaces another value.
 3. ``head_dim`` is filled in: the family's default, else ``hidden_size // num_attention_heads``; with latent attention
    it is ``qk_rope_head_dim``. ``num_key_value_heads``: null is ``num_attention_heads``.
 4. With ``use_sliding_window`` false there is no ``sliding_window``. ``layer_types`` is computed as the family does
@@ -36,7 +37,10 @@ from hsformat.target.families import FAMILIES, SEVERAL_STREAMS, WRAPPERS, Family
 from hsformat.target.jsonfiles import corrupt, read_object, require_folder
 from hsformat.target.rope import ROPE_KEYS, normalise_ropes
 
-__all__ = ["DERIVED", "IGNORED", "IGNORED_PARTS", "ModelConfig", "is_ignored", "normalise", "read_config"]
+__all__ = [
+    "DERIVED", "IGNORED", "IGNORED_PARTS", "OTHER_NAMES", "ModelConfig", "is_ignored", "normalise", "read_config",
+    "unknown_family_problem",
+]  # fmt: skip
 
 # fmt: off
 IGNORED = frozenset({
@@ -69,6 +73,15 @@ IGNORED_PARTS = ("dropout", "_pdrop", "summary_", "_token_id", "_token_index")
 
 DERIVED = frozenset({"use_sliding_window", "max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"})
 """Keys that ``layer_types`` and ``no_rope_layers`` replace."""
+
+OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"), "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}  # fmt: skip
+"""Names of sizes in configs that do not use the usual ones: in the ``attribute_map`` of bloom, ctrl, dbrx, gptj, mpt
+and xglm in Transformers 5.24.0. One that is there alone is taken; the Transformers extractor compares depth and width
+with the loaded model."""
 
 _EXPERTS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 _INTEGERS = {
@@ -114,16 +127,14 @@ class ModelConfig:
         return self.values[key] if key in self.values else family_defaults(self.model_type).get(key)
 
 
-def read_config(folder: Path, *, unknown_family: bool = True) -> ModelConfig:
+def read_config(folder: Path) -> ModelConfig:
     """Read ``config.json`` of a model folder.
-
-    ``unknown_family`` allows a ``model_type`` that has no row in the table.
 
     Raises
     ------
     ForeignFileError
         HS602: no folder, no config, not JSON. HS603: fields missing or wrong, each by name. HS410: a model without a
-        single residual stream, or of an unknown family where that is not allowed.
+        single residual stream.
     """
     require_folder(folder)
     path = folder / "config.json"
@@ -141,10 +152,9 @@ def read_config(folder: Path, *, unknown_family: bool = True) -> ModelConfig:
         fix = "no single tensor is the residual stream after d layers: hsformat cannot hold its states"
         raise ForeignFileError(_unsupported(path, f"{outer_type}: {reason}", "one residual stream", fix))
     family = FAMILIES.get(model_type)
-    if family is None and not unknown_family:
-        fix = "pass `measured`, found by running the model, or use a version of hsformat that knows the family"
-        known = f"one of {', '.join(sorted({*FAMILIES, *WRAPPERS}))}"
-        raise ForeignFileError(_unsupported(path, model_type, known, fix))
+    if family is None and isinstance(outer.get("text_config"), dict):
+        fix = "use a version of hsformat that knows how its decoder stands in it, or the decoder alone"
+        raise ForeignFileError(_unsupported(path, f"{model_type}, around a text_config", _known(), fix))
     values = _usual_names(text, family)
     defaults = family_defaults(model_type)
     for key in _SIZES + (("num_attention_heads",) if family is None or family.rope else ()):
@@ -173,6 +183,15 @@ def read_config(folder: Path, *, unknown_family: bool = True) -> ModelConfig:
         path=path, values=values, family=family, model_type=model_type, architecture=str(outer["architectures"][0]),
         tied=bool(tied), dtype=dtype, wrapper=str(outer_type) if nested else None,
     )  # fmt: skip
+
+
+def unknown_family_problem(path: Path, model_type: str) -> Problem:
+    """Return HS410 for a ``model_type`` without a row: its norm, scales and cap are not known, only measurable."""
+    fix = (
+        "pass `measured`, which an extractor that can measure finds by running the model (hsformat extract does so by "
+        "itself), or use a version of hsformat that knows the family"
+    )
+    return _unsupported(path, model_type, _known(), fix)
 
 
 def normalise(config: ModelConfig, *, problems: list[Problem]) -> tuple[dict[str, Any], tuple[Rope, ...]]:
@@ -212,6 +231,10 @@ def is_ignored(key: str) -> bool:
 
 def _usual_names(text: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
     renames = {**_EXPERTS, **(family.renames if family else {})}
+    for name, others in OTHER_NAMES.items() if family is None else ():
+        there = [other for other in others if text.get(other) is not None]
+        if text.get(name) is None and len(there) == 1:
+            renames[there[0]] = name
     values = {k: v for k, v in text.items() if k not in renames}
     values |= {renames[k]: v for k, v in text.items() if k in renames and v is not None}
     return values
@@ -283,6 +306,10 @@ def _field(path: Path, key: str, got: Any, expected: str) -> Problem:
     shown = "no such field" if got is None else repr(got)[:200]
     fix = f"set {key!r} in config.json as the model's publisher does"
     return problem("HS603", where=f"{path}: {key}", got=shown, expected=expected, fix=fix)
+
+
+def _known() -> str:
+    return f"one of {', '.join(sorted({*FAMILIES, *WRAPPERS}))}"
 
 
 def _unsupported(path: Path, got: Any, expected: str, fix: str) -> Problem:

@@ -15,17 +15,29 @@ from hsformat.digests import digest_bytes, digest_json
 from hsformat.problems import ForeignFileError, Problem, problem
 from hsformat.target.checkpoint import Checkpoint, read_checkpoint
 from hsformat.target.checkpoint import weights_digest as hash_weights
-from hsformat.target.config import ModelConfig, normalise, read_config
+from hsformat.target.config import ModelConfig, normalise, read_config, unknown_family_problem
 from hsformat.target.jsonfiles import corrupt, require_folder
 from hsformat.target.keytensors import KeyTensors, Role, basis_digest, find_key_tensors, shape_problems
 from hsformat.target.tokenizer import chat_template, tokenizer_digest
 
-__all__ = ["MEASURED", "TargetDescription", "describe"]
+__all__ = ["MEASURED", "NORM_WEIGHT", "TargetDescription", "UnknownFamily", "describe"]
 
 T = TypeVar("T")
 
 MEASURED = ("final_norm", "embedding_scale", "head_scale", "softcap")
 """Facts that no config states; of a family outside the table they must be measured."""
+
+NORM_WEIGHT = "final_norm_weight"
+"""Given beside :data:`MEASURED` as False where the final norm has no weight (OLMo); otherwise one must be there."""
+
+
+class UnknownFamily(ForeignFileError):
+    """HS410 alone: the family is not in the table, nothing was measured, and all else in the folder can be used."""
+
+    @property
+    def model_type(self) -> str:
+        """As the config names it."""
+        return self.problems[0].got
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +86,25 @@ def describe(
     measured
         For a ``model_type`` outside the table: ``final_norm`` (``{"kind", "eps", "unit_offset"}``),
         ``embedding_scale``, ``head_scale`` and ``softcap`` (None: no cap), found by running the model. Of a known
-        family they must agree with the table.
+        family they must agree with the table. ``final_norm_weight``: see :data:`NORM_WEIGHT`.
+
+    Notes
+    -----
+    Of a family outside the table only this is known beside what is measured: sizes, dtype, tying and biases as config
+    and checkpoint have them, and ``rope`` from keys of the usual names. There
+
+    - ``rope`` is empty where the config has no such key. This does not say that the model rotates nothing (GPT-J has
+      ``rotary_dim``); what it does is then in the config digest alone;
+    - the base must be stated (HS603), while a missing ``partial_rotary_factor`` means that all of a head is rotated,
+      which a class may do otherwise without its config saying so;
+    - ``rope`` applies to ``all`` layers, unless the config has parameters for each layer type;
+    - what a config leaves out is not filled in, so that the files of two versions of Transformers may give two config
+      digests.
 
     Raises
     ------
+    UnknownFamily
+        HS410 is all that is wrong: pass ``measured``.
     ForeignFileError
         All problems of the folder: HS301 (measured and table disagree), HS409, HS410, HS411, HS412, HS601, HS602,
         HS603.
@@ -85,18 +112,26 @@ def describe(
     path = Path(folder)
     require_folder(path)
     problems: list[Problem] = []
-    config = _attempt(lambda: read_config(path, unknown_family=measured is not None), problems)
+    config = _attempt(lambda: read_config(path), problems)
     tokenizer = _attempt(lambda: tokenizer_digest(path), problems)
     template = _attempt(lambda: chat_template(path), problems)
     checkpoint = _attempt(lambda: read_checkpoint(path), problems)
     if config is None:
         raise ForeignFileError(problems)
+    unmeasured = config.family is None and measured is None
+    norm_weight = None if unmeasured else (measured or {}).get(NORM_WEIGHT, True)
     quantization = _quantization(config, problems)
     run_dtype = _run_dtype(config, dtype, problems)
     facts = _facts(config, measured, problems)
     normalised, ropes = normalise(config, problems=problems)
     config_digest = _attempt(lambda: _config_digest(config, normalised), problems)
-    tensors, basis = _key_tensors(config, checkpoint, problems) if checkpoint else ({}, None)
+    tensors: KeyTensors = {}
+    basis = None
+    if checkpoint:
+        tensors, basis = _key_tensors(config, checkpoint, norm_weight=norm_weight, problems=problems)
+    if unmeasured:
+        unknown = unknown_family_problem(config.path, config.model_type)
+        raise ForeignFileError([unknown, *problems]) if problems else UnknownFamily(unknown)
     if problems or not (facts and tokenizer and checkpoint and config_digest and basis):
         raise ForeignFileError(problems)
     name, revision = _name(path)
@@ -150,10 +185,12 @@ def _config_digest(config: ModelConfig, normalised: Mapping[str, Any]) -> str:
         raise corrupt(str(config.path), e, "text and numbers that canonical JSON (RFC 8785) can write") from e
 
 
-def _key_tensors(config: ModelConfig, checkpoint: Checkpoint, problems: list[Problem]) -> tuple[KeyTensors, str | None]:
+def _key_tensors(
+    config: ModelConfig, checkpoint: Checkpoint, *, norm_weight: bool | None, problems: list[Problem]
+) -> tuple[KeyTensors, str | None]:
     """Return the key tensors and the basis digest; None: something is wrong with them."""
     found: list[Problem] = []
-    tensors = find_key_tensors(checkpoint, tied=config.tied, problems=found)
+    tensors = find_key_tensors(checkpoint, tied=config.tied, norm_weight=norm_weight, problems=found)
     sizes = {key: config.values[key] for key in ("hidden_size", "vocab_size")}
     found += [*shape_problems(tensors, **sizes), *_bias_problems(config, tensors)]
     problems += found
@@ -177,7 +214,7 @@ def _facts(config: ModelConfig, measured: Mapping[str, Any] | None, problems: li
     known = _table_facts(config, problems) if config.family else None
     if measured is None:
         return known
-    if set(measured) != set(MEASURED):
+    if set(measured) - {NORM_WEIGHT} != set(MEASURED) or not isinstance(measured.get(NORM_WEIGHT, True), bool):
         got, expected = ", ".join(sorted(measured)) or "nothing", ", ".join(MEASURED)
         fix = "measure each of them; none has a default"
         problems.append(problem("HS410", where="measured", got=got, expected=expected, fix=fix))

@@ -31,11 +31,16 @@ KeyTensors = Mapping[Role, TensorInfo | None]
 
 _DECODERS = (
     "model.", "language_model.model.", "model.language_model.", "model.language_model.model.", "language_model.",
-    "llm.model.", "llm.", "model.llm.", "",
+    "llm.model.", "llm.", "model.llm.", "", "model.decoder.",  # the last: OPTModel
 )  # fmt: skip
 _NORMS = (
     *(f"{d}norm" for d in _DECODERS),
     *("transformer.ln_f", "ln_f", "gpt_neox.final_layer_norm", "model.final_layernorm"),
+    "transformer.norm_f",  # MptModel
+    "model.decoder.final_layer_norm",  # OPTModel
+    "model.layer_norm",  # XGLMModel
+    "model.final_norm",  # RecurrentGemmaModel
+    "model.embedding_norm",  # Lfm2Model: the final norm, by this name
 )
 _HEADS = ("lm_head", "language_model.lm_head", "model.language_model.lm_head", "llm.lm_head", "embed_out")
 
@@ -43,6 +48,7 @@ ALIASES: Mapping[Role, tuple[str, ...]] = {
     "embedding": (
         *(f"{d}embed_tokens.weight" for d in _DECODERS),
         *("transformer.wte.weight", "wte.weight", "gpt_neox.embed_in.weight"),
+        "transformer.word_embeddings.weight",  # BloomModel, FalconModel
     ),
     "final_norm": tuple(f"{n}.weight" for n in _NORMS),
     "final_norm_bias": tuple(f"{n}.bias" for n in _NORMS),
@@ -53,10 +59,13 @@ ALIASES: Mapping[Role, tuple[str, ...]] = {
 renamings in its conversion_mapping.py (read in 5.24.0)."""
 
 
-def find_key_tensors(checkpoint: Checkpoint, *, tied: bool, problems: list[Problem]) -> KeyTensors:
+def find_key_tensors(
+    checkpoint: Checkpoint, *, tied: bool, norm_weight: bool | None = True, problems: list[Problem]
+) -> KeyTensors:
     """Return the tensor of each role; None: there is none, or (added to ``problems``, HS411) it cannot be told.
 
-    Of a tied pair one tensor is enough; it then stands for both roles.
+    Of a tied pair one tensor is enough; it then stands for both roles. ``norm_weight`` says whether the final norm has
+    a weight; None: not known yet, so that neither is a problem.
     """
     found: dict[Role, TensorInfo | None] = {}
     where = str(checkpoint.folder)
@@ -73,9 +82,12 @@ def find_key_tensors(checkpoint: Checkpoint, *, tied: bool, problems: list[Probl
         found["embedding"] = found["embedding"] or found["lm_head"]
         found["lm_head"] = found["lm_head"] or found["embedding"]
     ambiguous = {p.where for p in problems}
-    for role in ("embedding", "final_norm", "lm_head"):
+    if norm_weight is False and (info := found["final_norm"]) is not None:
+        expected, fix = "none: the final norm has no weight", "remove it, or measure again: one of the two is wrong"
+        problems.append(problem("HS411", where=f"{where}: final_norm", got=info.name, expected=expected, fix=fix))
+    for role in ("embedding", "final_norm", "lm_head") if norm_weight else ("embedding", "lm_head"):
         if found[role] is None and f"{where}: {role}" not in ambiguous:
-            got = "no tensor" + (" and tie_word_embeddings is false" if role == "lm_head" else "")
+            got = "no tensor" + (" and tie_word_embeddings is false" if role == "lm_head" and not tied else "")
             problems.append(
                 problem(
                     "HS411", where=f"{where}: {role}", got=got, expected=f"one of {', '.join(ALIASES[role])}",

@@ -193,8 +193,9 @@ def test_engine_that_dies_leaves_what_is_whole(out):
             return answer(s)
 
     fake = Dies()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(hs.ResolveError) as e:
         run(fake, map(sample, range(5)), out)
+    assert "engine is gone" in e.value.problems[0].got
     assert fake.closed
     assert list(hs.open(out).ids) == ["s0", "s1", "s2"]
 

@@ -12,7 +12,7 @@ from hsformat.extraction.plan import parse_layers
 
 @pytest.mark.parametrize(
     ("layers", "depths"),
-    [(61, (2, 30, 58)), (36, (2, 18, 33)), (30, (2, 15, 27)), (27, (2, 13, 24)), (8, (2, 4, 5)), (7, (2, 3, 4)), (6, None)],
+    [(61, (2, 30, 58)), (36, (2, 18, 33)), (30, (2, 15, 27)), (27, (2, 13, 24)), (7, (2, 3, 4)), (6, None)],
 )
 def test_eagle3_default_of_odd_and_even_models(layers, depths):  # SpecForge PR#239
     if depths is None:
