@@ -31,7 +31,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/make_demo_target.py --out $(DEMO)/target
 	rm -rf $(DEMO)/data.hs.zarr $(DEMO)/data.hs.zarr.quarantine.jsonl
 	$(BIN)/hsformat extract --engine transformers --model $(DEMO)/target --data examples/data/demo_prompts.jsonl \
-	  --out $(DEMO)/data.hs.zarr --layers 2,15,27 --last pre --generate 64 --codec compact --batch-tokens 8192
+	  --out $(DEMO)/data.hs.zarr --layers 2,15,27 --last pre --generate 64 --codec compact
 	$(BIN)/hsformat validate $(DEMO)/data.hs.zarr --level full
 	$(BIN)/hsformat info $(DEMO)/data.hs.zarr
 	$(BIN)/python examples/demo_refusals.py $(DEMO)/data.hs.zarr
