@@ -80,8 +80,8 @@ def check_record(contract: Contract, record: Record) -> tuple[list[Problem], dic
             continue
         scan = StateScan(capture, record.id)
         scan.add(array)
-        found, stats[capture.key] = scan.finish()
-        problems.extend(found)
+        stats[capture.key] = scan.stats
+        problems.extend(scan.problems())
     return problems, stats
 
 
@@ -310,10 +310,12 @@ class StateScan:
         Says the dtype on disk; values that are finite and do not fit it are HS207.
     record_id
         For the place of a problem.
+    norms
+        Whether to compute L2 norms, which take most of the time.
     """
 
-    def __init__(self, capture: Capture, record_id: str) -> None:
-        self._capture, self._record_id = capture, record_id
+    def __init__(self, capture: Capture, record_id: str, *, norms: bool = True) -> None:
+        self._capture, self._record_id, self._norms = capture, record_id, norms
         self._stored = numpy_dtype(capture.dtype)
         self._bad, self._over = _Found(), _Found()
         self._rows = self._zero_rows = 0
@@ -323,26 +325,39 @@ class StateScan:
         """Scan the next rows, in blocks of at most :data:`BLOCK_BYTES` as float32."""
         step = max(1, BLOCK_BYTES // (4 * max(1, rows_SH.shape[1])))
         for start in range(0, len(rows_SH), step):
-            self._add_block(rows_SH[start : start + step])
+            block_SH = rows_SH[start : start + step]
+            native = block_SH if block_SH.dtype.isnative else block_SH.astype(block_SH.dtype.newbyteorder("="))
+            self._add_block(np.ascontiguousarray(native))
 
     def _add_block(self, block_SH: npt.NDArray[Any]) -> None:
-        x_SH = block_SH if block_SH.dtype == np.float64 else to_float32(block_SH)
-        row_max_S = np.abs(x_SH).max(axis=1)  # NaN if the row has one
-        self._zero_rows += int((row_max_S == 0).sum())
-        finite_S = np.isfinite(row_max_S)
-        if not finite_S.all():
-            self._bad.add(~np.isfinite(x_SH), x_SH, self._rows)
-        if not np.can_cast(block_SH.dtype, self._stored, "safe"):
-            with np.errstate(over="ignore"):
-                fits_SH = np.isfinite(to_float32(block_SH.astype(self._stored)))
-            self._over.add(~fits_SH & np.isfinite(x_SH), x_SH, self._rows)
-        self._max_abs = max(self._max_abs, float(row_max_S[finite_S].max(initial=0.0)))
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._sum_l2 += float(np.sqrt(np.einsum("ij,ij->i", x_SH, x_SH)).sum(dtype=np.float64))
+        top_S, infinity = _row_magnitudes(block_SH)
+        finite_S = top_S < infinity
+        self._zero_rows += int((top_S == 0).sum())
+        narrows = not np.can_cast(block_SH.dtype, self._stored, "safe")
+        if self._norms or narrows or not finite_S.all():
+            self._add_values(block_SH, narrows=narrows)
+        if finite_S.any():
+            self._max_abs = max(self._max_abs, float(top_S[finite_S].max(keepdims=True).view(block_SH.dtype)[0]))
         self._rows += len(block_SH)
 
-    def finish(self) -> tuple[list[Problem], CaptureStats]:
-        """Return the problems and the statistics of all rows seen; at least one row."""
+    def _add_values(self, block_SH: npt.NDArray[Any], *, narrows: bool) -> None:
+        x_SH = block_SH if block_SH.dtype == np.float64 else to_float32(block_SH)
+        finite_SH = np.isfinite(x_SH)
+        self._bad.add(~finite_SH, x_SH, self._rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if narrows:
+                fits_SH = np.isfinite(to_float32(block_SH.astype(self._stored)))
+                self._over.add(~fits_SH & finite_SH, x_SH, self._rows)
+            if self._norms:
+                self._sum_l2 += float(np.sqrt(np.einsum("ij,ij->i", x_SH, x_SH)).sum(dtype=np.float64))
+
+    @property
+    def stats(self) -> CaptureStats:
+        """Statistics of all rows seen, at least one; ``mean_l2`` is 0 without ``norms``."""
+        return CaptureStats(mean_l2=self._sum_l2 / self._rows, max_abs=self._max_abs)
+
+    def problems(self) -> list[Problem]:
+        """Return the problems of all rows seen."""
         out: list[Problem] = []
         rid = self._record_id
         where = f"record {rid!r}: hidden[{self._capture.key!r}]"
@@ -364,7 +379,19 @@ class StateScan:
                     severity=Severity.ERROR if error else Severity.NOTE,
                 )
             )
-        return out, CaptureStats(mean_l2=self._sum_l2 / self._rows, max_abs=self._max_abs)
+        return out
+
+
+def _row_magnitudes(block_SH: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
+    """Return the largest magnitude of each row as its bits, and the bits of infinity.
+
+    The bits of IEEE numbers without their sign are ordered as the numbers are, with infinity and NaN above the rest: no
+    conversion is needed to find zeros, the largest value and what is not finite.
+    """
+    unsigned = np.dtype(f"u{block_SH.dtype.itemsize}")
+    magnitudes_SH = block_SH.view(unsigned) & np.iinfo(unsigned).max // 2
+    infinity = np.array([np.inf]).astype(block_SH.dtype).view(unsigned)
+    return magnitudes_SH.max(axis=1), int(infinity[0])
 
 
 @dataclass(slots=True)

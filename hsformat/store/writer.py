@@ -149,8 +149,8 @@ class Writer:
             if not np.can_cast(array.dtype, numpy_dtype(capture.dtype), "safe"):
                 scan = StateScan(capture, record.id)
                 scan.add(to_stored(capture, array))
-                found, stats[capture.key] = scan.finish()
-                out += [p for p in found if p not in known]
+                stats[capture.key] = scan.stats
+                out += [p for p in scan.problems() if p not in known]
         return out
 
     def flush(self) -> None:

@@ -134,7 +134,7 @@ class SegmentCheck:
         chunk = max(1, READ_BYTES // (self._contract.target.hidden_size * 4) // 256) * 256
         ends = [start + n for start, n in zip(commit.state_starts, commit.states, strict=True)]
         for first, last in _runs(rows):
-            row, scan = first, StateScan(capture, commit.ids[first])
+            row, scan = first, StateScan(capture, commit.ids[first], norms=False)
             for at in range(commit.state_starts[first], ends[last], chunk):
                 stop = min(at + chunk, ends[last])
                 try:
@@ -148,10 +148,10 @@ class SegmentCheck:
                     scan.add(block[len(block) - (stop - at) :][:take])
                     at += take
                     if at == ends[row]:
-                        yield from (p.at(self._where) for p in scan.finish()[0])
+                        yield from (p.at(self._where) for p in scan.problems())
                         row += 1
                         if row <= last:
-                            scan = StateScan(capture, commit.ids[row])
+                            scan = StateScan(capture, commit.ids[row], norms=False)
 
 
 def _array_of(key: str) -> str:
