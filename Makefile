@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/make_demo_target.py --out $(DEMO)/target
-	rm -rf $(DEMO)/data.hs.zarr $(DEMO)/data.hs.zarr.quarantine.jsonl
+	rm -rf $(DEMO)/data.hs.zarr $(DEMO)/data.hs.zarr.quarantine-*
 	$(BIN)/hsformat extract --engine transformers --model $(DEMO)/target --data examples/data/demo_prompts.jsonl \
 	  --out $(DEMO)/data.hs.zarr --layers 2,15,27 --last pre --generate 64 --codec compact
 	$(BIN)/hsformat validate $(DEMO)/data.hs.zarr --level full

@@ -104,7 +104,8 @@ def supervised(loss_mask: Any, step: int, *, rule: MaskRule = "serving") -> Any:
     Raises
     ------
     ValueError
-        The rule is unknown, or ``step`` is negative.
+        The rule is unknown, ``step`` is negative, or the mask is no single row of integers or booleans: a batch axis
+        would be taken for tokens, and a float may be a weight.
 
     Examples
     --------
@@ -113,6 +114,8 @@ def supervised(loss_mask: Any, step: int, *, rule: MaskRule = "serving") -> Any:
     >>> supervised(m, 0).nonzero()[0].tolist(), supervised(m, 0, rule="input").nonzero()[0].tolist()
     ([2], [2, 3])
     """
+    if loss_mask.ndim != 1 or "float" in str(loss_mask.dtype):
+        raise ValueError(f"a mask is [T] integers or booleans, not {tuple(loss_mask.shape)} {loss_mask.dtype}")
     view = step_view(len(loss_mask), step)
     m = loss_mask != 0
     out = m & ~m  # all False, on the mask's device

@@ -153,8 +153,8 @@ def _aux_fix(served: Layout, absent: Sequence[str]) -> str:
             "captures that the data was extracted for"
         )
     return (
-        f"all of them are stored: select them in this order, layout=Layout(aux={served.aux!r}, last={served.last!r}), "
-        "or change the draft"
+        f"all of them are stored: read them in this order, captures={list(served.aux)!r}, and compare with a contract "
+        f"whose layout is Layout(aux={served.aux!r}, last={served.last!r}); or change the draft"
     )
 
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from hsformat.digests import canonical_json, digest_json
+from hsformat.digests import Digest, canonical_json, digest_json
 from hsformat.layout import Layout, capture_key
 from hsformat.models import FromList, Frozen
 from hsformat.problems import Problem, StoreError, problem
@@ -47,7 +47,6 @@ SPEC_VERSION: Final = "1.0"
 
 StateDtype = Literal["bfloat16", "float16", "float32"]
 FieldDtype = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"]
-Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 JsonScalar = str | bool | int | float | None
 
 

@@ -11,11 +11,13 @@ Imports nothing of hsformat.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import rfc8785
 import xxhash
+from pydantic import Field
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +25,12 @@ if TYPE_CHECKING:
 
     Buffer = bytes | npt.NDArray[np.uint8]
 
-__all__ = ["Checksum", "canonical_json", "checksum", "digest_bytes", "digest_json", "is_digest"]
+__all__ = ["Checksum", "Digest", "canonical_json", "checksum", "digest_bytes", "digest_json", "is_digest"]
+
+_DIGEST: Final = r"^sha256:[0-9a-f]{64}$"
+
+Digest = Annotated[str, Field(pattern=_DIGEST)]
+"""Text in the form of a digest, as a field of a model."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -69,7 +76,6 @@ def checksum(data: Buffer) -> str:
     return "xxh3-128:" + xxhash.xxh3_128_hexdigest(cast("bytes", data))
 
 
-def is_digest(text: str) -> bool:
-    """Return whether ``text`` has the form of a digest."""
-    name, _, value = text.partition(":")
-    return name == "sha256" and len(value) == 64 and all(c in "0123456789abcdef" for c in value)
+def is_digest(value: object) -> bool:
+    """Return whether ``value`` is text in the form of a digest."""
+    return isinstance(value, str) and re.fullmatch(_DIGEST, value) is not None and len(value) == 71

@@ -1,7 +1,7 @@
 """Records and token samples: one token sequence in memory, with and without its states.
 
 Every array is indexed by token and unshifted: ``h[t]`` is the state after reading token t, ``loss_mask[t]``
-says that the assistant produced token t. This module may import ``problems``, ``dtypes`` and ``models``; what makes
+says that the assistant produced token t. This module may import ``problems``, ``digests``, ``dtypes`` and ``models``; what makes
 a record right or wrong is in ``checks``.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, JsonValue
 
+from hsformat.digests import Digest, digest_bytes
 from hsformat.dtypes import as_array
 from hsformat.models import Frozen
 from hsformat.problems import InvalidRecord, problem
@@ -60,7 +61,7 @@ class Provenance(Frozen):
     """
 
     generation: Generation = GIVEN
-    template_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
+    template_digest: Digest | None = None
     template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
 
@@ -93,8 +94,6 @@ class TokenSample:
     @property
     def source_digest(self) -> str:
         """Digest over length, ids (int32) and mask (uint8), little-endian."""
-        from hsformat.digests import digest_bytes
-
         ids = np.ascontiguousarray(self.input_ids, dtype="<i4")
         mask = np.ascontiguousarray(self.loss_mask, dtype=np.uint8)
         return digest_bytes((len(ids).to_bytes(8, "little"), ids.tobytes(), mask.tobytes()))

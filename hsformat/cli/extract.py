@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hsformat.cli.options import Codec, Dtype, Format, Last, parse_options
-from hsformat.cli.output import echo_problems, human_bytes
-from hsformat.problems import Severity, StoreError, exit_code
+from hsformat.cli.output import echo_problems, human_bytes, json_errors
+from hsformat.problems import ResolveError, Severity, StoreError, exit_code
 
 if TYPE_CHECKING:
     from hsformat.extraction import Extractor
@@ -62,51 +62,51 @@ def extract(
     generation = _generation(generate, temperature, top_p, top_k, seed)
     kwargs = _json_object("--template-kwargs", template_kwargs)
     options = parse_options("--option", option or ())
-    extractor = find_extractor(engine)
-    rows = count_rows(data)
-    described = _describe(model, extractor, options, dtype=dtype, weights_digest=weights_digest)
-    contract = make_contract(
-        described.model,
-        tokenizer_digest=described.tokenizer_digest,
-        aux=parse_layers(layers, described.model.num_layers),
-        last=last.value,
-        codec=codec.value,
-    )
-    request = ExtractionRequest(
-        model=model,
-        target=described.model,
-        captures=contract.captures,
-        generation=generation,
-        batch_tokens=batch_tokens,
-        options=options,
-    )
-    with isolated(extractor):
-        problems = extractor.preflight(request)
-    if problems:
-        echo_problems(problems, err=True)
-        if code := exit_code(problems):
-            raise typer.Exit(code)
-    limit = max_length if max_length is not None else described.max_positions
-    samples = prepare(
-        data,
-        load_tokenizer(model),
-        vocab_size=described.model.vocab_size,
-        max_length=limit,
-        for_generation=bool(generate),
-        reserve=generate,
-        template_kwargs=kwargs,
-    )
-    with extraction_progress(rows, lambda: samples.summary.dropped.total()) as listener, _how_to_go_on(out):
-        report = extract_to_store(
-            extractor,
-            samples,
-            request=request,
-            contract=contract,
-            out=out,
-            segment_bytes=segment_mib * _MIB,
-            commit_seconds=commit_seconds,
-            listener=listener,
+    with json_errors(wanted=format is Format.JSON):
+        extractor = find_extractor(engine)
+        rows = count_rows(data)
+        described = _describe(model, extractor, options, dtype=dtype, weights_digest=weights_digest)
+        contract = make_contract(
+            described.model,
+            tokenizer_digest=described.tokenizer_digest,
+            aux=parse_layers(layers, described.model.num_layers),
+            last=last.value,
+            codec=codec.value,
         )
+        request = ExtractionRequest(
+            model=model,
+            target=described.model,
+            captures=contract.captures,
+            generation=generation,
+            batch_tokens=batch_tokens,
+            options=options,
+        )
+        with isolated(extractor):
+            problems = extractor.preflight(request)
+        if exit_code(problems):
+            raise ResolveError(problems)
+        echo_problems(problems, err=True)
+        limit = max_length if max_length is not None else described.max_positions
+        samples = prepare(
+            data,
+            load_tokenizer(model),
+            vocab_size=described.model.vocab_size,
+            max_length=limit,
+            for_generation=bool(generate),
+            reserve=generate,
+            template_kwargs=kwargs,
+        )
+        with extraction_progress(rows, lambda: samples.summary.dropped.total()) as listener, _how_to_go_on(out):
+            report = extract_to_store(
+                extractor,
+                samples,
+                request=request,
+                contract=contract,
+                out=out,
+                segment_bytes=segment_mib * _MIB,
+                commit_seconds=commit_seconds,
+                listener=listener,
+            )
     _finish(report, samples.summary, out, format)
 
 

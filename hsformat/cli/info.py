@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from hsformat.cli.options import Format
-from hsformat.cli.output import echo_problems, human_bytes
+from hsformat.cli.output import echo_problems, human_bytes, json_errors
 from hsformat.contract import Contract
+from hsformat.problems import ResolveError, exit_code
 
 __all__ = ["info"]
-
-_TITLES = {"transformers": "Transformers", "vllm": "vLLM", "sglang": "SGLang"}
 
 
 def info(
@@ -22,15 +21,26 @@ def info(
     format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
 ) -> None:
     """Show what a store holds: target, records, layout, and each capture with its number in every engine."""
-    from hsformat.store import open as open_store
-
-    opened = open_store(store)
-    facts = _facts(opened)
+    with json_errors(wanted=format is Format.JSON):
+        opened = _open(store)
+        facts = _facts(opened)
+    code = exit_code(opened.problems)
     if format is Format.JSON:
-        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({**facts, "exit_code": code}, indent=2, ensure_ascii=False))
     else:
         typer.echo(_text(facts))
         echo_problems(opened.problems)
+    raise typer.Exit(code)
+
+
+def _open(path: str) -> Any:
+    """Open a store to describe it: every declared field is understood, and damaged segments are reported."""
+    from hsformat.store import open as open_store
+    from hsformat.store.backend import backend_for
+    from hsformat.store.metadata import load_contract
+
+    contract, _ = load_contract(backend_for(path))
+    return open_store(path, understands=[f.name for f in contract.fields], damaged="skip")
 
 
 def _facts(store: Any) -> dict[str, Any]:
@@ -56,26 +66,40 @@ def _facts(store: Any) -> dict[str, Any]:
         "templates": dict(templates),
         "producers": sorted({json.dumps(s.producer, sort_keys=True) for s in store.segments}),
         "captures": [_capture(contract, key) for key in contract.keys],
+        "numbers_of": _numbers_of(contract.target.architecture),
+        "problems": [p.to_dict() for p in store.problems],
     }
 
 
+def _numbers_of(architecture: str) -> dict[str, str]:
+    """Return by engine what its numbers hold for: title and versions, or that they are unknown."""
+    from hsformat.engines import ENGINES, numbering_rule
+
+    out = {}
+    for engine in ENGINES:
+        try:
+            rule = numbering_rule(engine, architecture)
+        except ResolveError:
+            out[engine] = f"{engine}: unknown for {architecture}"
+        else:
+            out[engine] = f"{rule.title} {', '.join(rule.versions)}"
+    return out
+
+
 def _capture(contract: Contract, key: str) -> dict[str, Any]:
-    from hsformat.engines import ENGINES, describe_capture, engine_number
-    from hsformat.problems import ResolveError
+    from hsformat.engines import ENGINES, describe_capture, engine_number, numbering_rule
 
     n, architecture = contract.target.num_layers, contract.target.architecture
     numbers, remarks = {}, []
     for engine in ENGINES:
         try:
-            found = engine_number(engine, architecture, n, key)
+            found, title = engine_number(engine, architecture, n, key), numbering_rule(engine, architecture).title
         except ResolveError:
-            numbers[engine] = "unknown"
+            numbers[engine] = f"{engine} unknown"
             continue
-        numbers[engine] = "none" if found.number is None else found.text
+        numbers[engine] = f"{title} {'none' if found.number is None else found.text}"
         if found.number is None:
-            remarks.append(
-                f"{_TITLES.get(engine, engine)} has no number for {key}: {found.text.removeprefix('none: ')}"
-            )
+            remarks.append(f"{title} has no number for {key}: {found.text.removeprefix('none: ')}")
     return {
         "key": key,
         "meaning": describe_capture(key, n),
@@ -107,11 +131,9 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append(f"  digest      {facts['digest']}")
     lines.append(f"  compatible  {facts['compatibility_digest']}")
     lines.append("  captures")
-    rows = [
-        [c["key"], c["meaning"], c["dtype"], *(f"{_TITLES.get(e, e)} {t}" for e, t in c["numbers"].items())]
-        for c in facts["captures"]
-    ]
+    rows = [[c["key"], c["meaning"], c["dtype"], *c["numbers"].values()] for c in facts["captures"]]
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines += ["    " + "  ".join(t.ljust(w) for t, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    lines.append(f"    numbers as seen in {'; '.join(facts['numbers_of'].values())}")
     lines += [f"    {remark}" for c in facts["captures"] for remark in c["remarks"]]
     return "\n".join(lines)

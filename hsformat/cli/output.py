@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 
 from hsformat.problems import ExitCode, HsError, NothingToOpen, Problem, Severity, exit_code
 
-__all__ = ["echo_problems", "guarded", "human_bytes"]
+__all__ = ["echo_problems", "guarded", "human_bytes", "json_errors"]
 
 
 def guarded(run: Callable[[], Any]) -> int:
@@ -22,7 +24,7 @@ def guarded(run: Callable[[], Any]) -> int:
         return e.code if isinstance(e.code, int) else ExitCode.UNABLE
     except HsError as e:
         echo_problems(e.problems, err=True)
-        return ExitCode.UNABLE if isinstance(e, NothingToOpen) else max(exit_code(e.problems), ExitCode.PROBLEMS)
+        return _code_of(e)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PROBLEMS
@@ -33,6 +35,24 @@ def guarded(run: Callable[[], Any]) -> int:
         typer.echo(f"hsformat: {type(e).__name__}: {e}", err=True)
         return ExitCode.UNABLE
     return ExitCode.CLEAN
+
+
+@contextmanager
+def json_errors(*, wanted: bool) -> Iterator[None]:
+    """With JSON asked for, what stops a command is printed as JSON on stdout as well: ``{"problems", "exit_code"}``."""
+    try:
+        yield
+    except HsError as e:
+        if not wanted:
+            raise
+        code = _code_of(e)
+        report = {"problems": [p.to_dict() for p in e.problems], "exit_code": code}
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        raise typer.Exit(code) from e
+
+
+def _code_of(e: HsError) -> int:
+    return ExitCode.UNABLE if isinstance(e, NothingToOpen) else max(exit_code(e.problems), ExitCode.PROBLEMS)
 
 
 def echo_problems(problems: Iterable[Problem], *, err: bool = False) -> None:

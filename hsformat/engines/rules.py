@@ -22,8 +22,8 @@ class NumberingRule:
 
     Attributes
     ----------
-    engine
-        Lower case, as in ``--engine``.
+    engine, title
+        Lower case, as in ``--engine``; as its people write it.
     architectures
         As the first entry of ``architectures`` in the target's config.
     shift
@@ -43,6 +43,7 @@ class NumberingRule:
     """
 
     engine: str
+    title: str
     architectures: tuple[str, ...]
     shift: int
     first_depth: int

@@ -9,6 +9,7 @@ __all__ = ["RULES"]
 RULES = (
     NumberingRule(
         engine="transformers",
+        title="Transformers",
         architectures=LLAMA_RULE,
         shift=0,
         first_depth=0,

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-import numpy as np
-
 import hsformat.store as hs_store
-from hsformat.contract import Contract, differing_fields
+from hsformat.contract import Contract
+from hsformat.extraction.answers import check_answer
+from hsformat.extraction.drift import contract_drift, record_drift
 from hsformat.extraction.protocol import ExtractionRequest, Extractor, Rejected
 from hsformat.extraction.quarantine import Quarantine
 from hsformat.extraction.registry import isolated
@@ -36,7 +36,7 @@ from hsformat.problems import (
     problem,
 )
 from hsformat.record import Record, TokenSample
-from hsformat.store import Writer
+from hsformat.store import Store, Writer
 
 __all__ = ["ExtractionReport", "Listener", "extract_to_store"]
 
@@ -130,32 +130,37 @@ def extract_to_store(
         The store cannot be opened or written (a full disk); what was committed stays.
     """
     options: dict[str, Any] = {} if segment_bytes is None else {"segment_bytes": segment_bytes}
-    run = _Run(Path(out), contract, options)
-    return run(extractor, request, samples, commit_seconds, listener)
+    run = _Run(Path(out), contract, request, options)
+    return run(extractor, samples, commit_seconds, listener)
 
 
 class _Run:
     """The state of one run: what is pending, what is reported, the writer once there is one."""
 
-    def __init__(self, out: Path, contract: Contract, options: Mapping[str, Any]) -> None:
-        self.out, self.contract, self.options = out, contract, options
+    def __init__(self, out: Path, contract: Contract, request: ExtractionRequest, options: Mapping[str, Any]) -> None:
+        self.out, self.contract, self.request, self.options = out, contract, request, options
         self.report = ExtractionReport()
-        self.quarantine = Quarantine(out.with_name(f"{out.name}.quarantine.jsonl"))
+        self.quarantine = Quarantine(out)
         self.pending: dict[str, TokenSample] = {}
         self.writer: Writer | None = None
+        self.stored: Store | None = None
         if hs_store.exists(out):
-            self.writer = hs_store.append(out, **options)
-            self.report.problems += _drift(self.writer.contract, contract, str(out))
-            errors = [p for p in self.report.problems if p.severity is Severity.ERROR]
-            if errors:
-                raise ContractMismatch(errors)
+            self._append()
         else:
             hs_store.check_new(out)  # a model is loaded for minutes before the store is made
+
+    def _append(self) -> Writer:
+        self.writer = writer = hs_store.append(self.out, **self.options)
+        self.report.problems += contract_drift(writer.contract, self.contract, str(self.out))
+        errors = [p for p in self.report.problems if p.severity is Severity.ERROR]
+        if errors:
+            raise ContractMismatch(errors)
+        self.stored = hs_store.open(self.out, understands=[f.name for f in writer.contract.fields])
+        return writer
 
     def __call__(
         self,
         extractor: Extractor,
-        request: ExtractionRequest,
         samples: Iterable[TokenSample],
         commit_seconds: float,
         listener: Listener,
@@ -171,7 +176,7 @@ class _Run:
             first = next(todo, None)
             if first is not None:
                 try:
-                    self._extract(extractor, request, itertools.chain((first,), todo), stop, commit_seconds, tell)
+                    self._extract(extractor, itertools.chain((first,), todo), stop, commit_seconds, tell)
                 except StoreError:
                     raise  # what could not be written once is not tried again
                 except Exception:
@@ -193,14 +198,13 @@ class _Run:
     def _extract(
         self,
         extractor: Extractor,
-        request: ExtractionRequest,
         samples: Iterator[TokenSample],
         stop: _Stop,
         commit_seconds: float,
         tell: Callable[[], None],
     ) -> None:
         with isolated(extractor):
-            extractor.load(request)
+            extractor.load(self.request)
             producer = extractor.producer()
             results = extractor.extract(samples, stopping=stop.asked)
         writer = self._writer(producer)
@@ -217,10 +221,16 @@ class _Run:
             tell()
 
     def _writer(self, producer: dict[str, Any]) -> Writer:
-        if self.writer is None:
-            self.writer = hs_store.create(self.out, self.contract, **self.options)
-        self.writer.producer = producer
-        return self.writer
+        writer = self.writer
+        if writer is None:
+            try:
+                self.writer = writer = hs_store.create(self.out, self.contract, **self.options)
+            except StoreError:
+                if not hs_store.exists(self.out):
+                    raise
+                writer = self._append()  # another process has made the store since
+        writer.producer = producer
+        return writer
 
     def _not_yet_stored(self, samples: Iterable[TokenSample], stop: _Stop) -> Iterator[TokenSample]:
         """Yield samples that have no record yet; those handed out and not answered are pending."""
@@ -232,8 +242,8 @@ class _Run:
             elif self.writer is None or sample.id not in self.writer.ids:
                 self.pending[sample.id] = sample
                 yield sample
-            elif (drift := _other_source(sample, self.writer.source_digest(sample.id))) is not None:
-                self._reject(sample.id, [drift])
+            elif drift := record_drift(sample, self.request.generation, self.writer, self.stored):
+                self._reject(sample.id, drift)
             else:
                 self.report.skipped += 1
 
@@ -243,10 +253,13 @@ class _Run:
             self._reject(result.sample.id, result.problems)
             return
         sample = self.pending.pop(result.id, None)
-        problems = [_unasked(result.id)] if sample is None else _wrong_tokens(sample, result)
-        if problems:
+        if sample is None:
+            self._reject(result.id, [_unasked(result.id)])
+            return
+        if problems := check_answer(self.request, sample, result):
             self._reject(result.id, problems)
             return
+        result.source_digest = sample.source_digest
         try:
             self.report.problems += writer.append(result)
         except InvalidRecord as e:
@@ -262,26 +275,6 @@ class _Run:
         self.quarantine.add(record_id, problems)
 
 
-def _drift(stored: Contract, asked: Contract, where: str) -> list[Problem]:
-    """HS507 for each field that differs; a moved or renamed target is a note, since its digests are equal."""
-    out = []
-    for path, old, new in differing_fields(stored.to_json(), asked.to_json()):
-        harmless = path in ("target.name", "target.revision")
-        out.append(
-            problem(
-                "HS507",
-                where=f"{where}: {path}",
-                got=f"{new} (this run)",
-                expected=f"{old} (the store)",
-                severity=Severity.NOTE if harmless else Severity.ERROR,
-                fix="nothing: it does not decide meaning"
-                if harmless
-                else "write to another store, or ask for the same",
-            )
-        )
-    return out
-
-
 def _unanswered(record_id: str) -> Problem:
     got, expected = "no answer from the engine", "a record or a reason for every sample"
     return problem("HS102", where=f"record {record_id!r}", got=got, expected=expected, record=record_id)
@@ -295,40 +288,6 @@ def _twice(record_id: str) -> Problem:
 def _unasked(record_id: str) -> Problem:
     got, expected = "a record that was not asked for, or twice", "one record for each sample"
     return problem("HS206", where=f"record {record_id!r}", got=got, expected=expected, record=record_id)
-
-
-def _other_source(sample: TokenSample, stored: str | None) -> Problem | None:
-    if stored is None or stored == sample.source_digest:
-        return None
-    return problem(
-        "HS507",
-        where=f"record {sample.id!r}: source_digest",
-        got=f"{sample.source_digest} (this run)",
-        expected=f"{stored} (the store)",
-        fix="the id is taken by a record of other tokens or mask: give it another id, or write to another store",
-        record=sample.id,
-    )
-
-
-def _wrong_tokens(sample: TokenSample, record: Record) -> list[Problem]:
-    """HS206 where the engine ran other tokens than it was sent; a generated record begins with its prompt."""
-    sent, ran = np.asarray(sample.input_ids), np.asarray(record.input_ids)
-    if record.provenance.generation.mode != "none" and len(ran) > len(sent):
-        ran = ran[: len(sent)]
-    if np.array_equal(sent, ran):
-        return []
-    n = min(len(sent), len(ran))
-    differs = np.flatnonzero(sent[:n] != ran[:n])
-    at = int(differs[0]) if differs.size else n
-    return [
-        problem(
-            "HS206",
-            where=f"record {record.id!r}: input_ids[{at}]",
-            got=f"{ran[at] if at < len(ran) else 'nothing'} ({len(ran)} tokens ran)",
-            expected=f"{sent[at] if at < len(sent) else 'nothing'} ({len(sent)} tokens were sent)",
-            record=record.id,
-        )
-    ]
 
 
 class _Stop:

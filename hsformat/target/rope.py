@@ -36,7 +36,9 @@ def normalise_ropes(
 
     ``rule`` is the family's; None: nothing may be filled in, and a config without any RoPE key has no RoPE.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters")  # in this order, as both versions read them
+    scaling, newer = config.get("rope_scaling"), config.get("rope_parameters")
+    problems += _disagreements(scaling, newer, config.get("rope_theta"), where)
+    given = scaling or newer
     if given is None and rule is None and config.get("rope_theta") is None:
         return ()
     rule_used = rule or RopeRule()
@@ -60,6 +62,24 @@ def normalise_ropes(
             _rope(config, p, rule_used, layers=layers, theta=base, head_dim=head_dim, where=place, problems=problems)
         )
     return tuple(r for r in ropes if r is not None)
+
+
+def _disagreements(scaling: Any, newer: Any, theta: Any, where: str) -> list[Problem]:
+    """Refuse a config that states one thing in the layout of Transformers 4 and another in that of 5."""
+    if not isinstance(newer, dict):
+        return []
+    older = dict(scaling) if isinstance(scaling, dict) else {}
+    if theta is not None:
+        older["rope_theta"] = theta
+    if "type" in older:
+        older.setdefault("rope_type", older.pop("type"))
+    return [
+        _problem(
+            f"{where}: rope_parameters.{k}", repr(newer[k])[:100], f"{older[k]!r}, as rope_scaling or rope_theta say"
+        )
+        for k in sorted(older.keys() & newer.keys())
+        if older[k] != newer[k]
+    ]
 
 
 def _rope(

@@ -58,6 +58,9 @@ def test_torch_and_numpy_agree():
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="unknown mask rule"):
-        supervised(np.ones(4), 0, rule="guess")
+        supervised(np.ones(4, int), 0, rule="guess")
+    for mask in (np.ones((2, 8), int), np.ones(8), np.array(1)):
+        with pytest.raises(ValueError, match="a mask is"):
+            supervised(mask, 0)
     with pytest.raises(ValueError, match="not negative"):
         step_view(4, -1)

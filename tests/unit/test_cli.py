@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from factories import tiny_contract
 
 import hsformat as hs
 from hsformat.cli import app
@@ -80,6 +81,7 @@ def test_extract_validate_info(extract, cli, tmp_path):
     line = next(x for x in out.splitlines() if x.strip().startswith("d4"))
     numbers = "Transformers hidden_states[4] vLLM id 4 SGLang id 3"
     assert " ".join(line.split()) == f"d4 residual after 4 of 8 layers bfloat16 {numbers}"
+    assert "SGLang 0.5.23" in out
     facts = json.loads(cli("info", store, "--format", "json")[1])
     assert facts["contract"]["layout"] == {"aux": ["d2", "d4", "d5"], "last": "d8"}
 
@@ -218,6 +220,24 @@ def test_paths_that_are_no_store(cli, extract, tmp_path, kind, command):
     assert (code, codes(out + err)) == (2, {expected})
     if kind in ("unknown", "missing"):
         assert {"unknown": "surprise", "missing": "tokenizer_digest"}[kind] in out + err
+
+
+@pytest.mark.parametrize("command", ["info", "validate", "extract"])
+def test_json_is_on_stdout_when_a_command_fails_too(cli, extract, tmp_path, command):
+    absent = tmp_path / "absent"
+    run = (
+        extract("--format", "json", model=absent) if command == "extract" else cli(command, absent, "--format", "json")
+    )
+    code, out, _ = run
+    report = json.loads(out)
+    assert (code, report["exit_code"], len(report["problems"])) == (2, 2, 1)
+
+
+def test_info_shows_stores_that_no_reader_here_understands(cli, tmp_path):
+    field = {"name": "weight", "axis": "token", "dtype": "float32", "shape": [], "must_understand": True}
+    hs.create(tmp_path / "x.hs.zarr", tiny_contract(fields=[field])).close()
+    code, out, _ = cli("info", tmp_path / "x.hs.zarr")
+    assert (code, "weight: float32" in out) == (0, True)
 
 
 def test_usage_errors(cli, extract):

@@ -6,9 +6,11 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from factories import tiny_contract, tiny_record
@@ -40,8 +42,8 @@ def answer(s: TokenSample, **changes: Any) -> Record:
         id=changes.pop("id", s.id),
         tokens=len(s),
         input_ids=changes.pop("input_ids", s.input_ids),
-        loss_mask=s.loss_mask,
-        source_digest=s.source_digest,
+        loss_mask=changes.pop("loss_mask", s.loss_mask),
+        source_digest=changes.pop("source_digest", s.source_digest),
         **changes,
     )
 
@@ -78,7 +80,8 @@ class Fake:
 
 def run(extractor: Fake, samples: Iterable[TokenSample], out: Path, **options: Any):
     options.setdefault("contract", CONTRACT)
-    return extract_to_store(extractor, samples, request=REQUEST, out=out, **options)
+    options.setdefault("request", REQUEST)
+    return extract_to_store(extractor, samples, out=out, **options)
 
 
 @pytest.fixture
@@ -112,7 +115,7 @@ def test_one_nan_record_is_quarantined_and_99_are_committed(out):  # SpecForge#1
         def one(self, s):
             if s.id != "s17":
                 return answer(s)
-            h = np.ones((6, 8), np.float32)
+            h = np.ones((6, 8), ml_dtypes.bfloat16)
             h[2, 1] = np.nan
             return answer(s, hidden={"d2": h})
 
@@ -123,7 +126,6 @@ def test_one_nan_record_is_quarantined_and_99_are_committed(out):  # SpecForge#1
     assert "token 2" in line["problems"][0]["where"]
     report = run(Fake(), map(sample, range(100)), out)  # the next run tries it again
     assert (report.written, report.skipped, report.quarantine_path) == (1, 99, None)
-    assert not Path(f"{out}.quarantine.jsonl").exists()
 
 
 def test_engine_that_returns_32_of_70(out):  # speculators PR#365
@@ -158,7 +160,7 @@ def test_rows_of_another_request(out):  # speculators#279
 def test_prefix_cache_gives_fewer_rows(out):  # vllm#44485
     class Cached(Fake):
         def one(self, s):
-            return answer(s, hidden={k: np.ones((4, 8), np.float32) for k in CONTRACT.keys})
+            return answer(s, hidden={k: np.ones((4, 8), ml_dtypes.bfloat16) for k in CONTRACT.keys})
 
     report = run(Cached(), [sample(0)], out)
     assert (report.written, dict(report.quarantined)) == (0, {"HS101": 1})
@@ -173,16 +175,127 @@ def test_records_that_nobody_asked_for(out):
     assert dict(report.quarantined) == {"HS206": 1, "HS102": 1}
 
 
-def test_generated_record_begins_with_its_prompt(out):
-    greedy = Provenance(generation=Generation(mode="greedy", max_new_tokens=4))
+GREEDY = replace(REQUEST, generation=Generation(mode="greedy", max_new_tokens=4))
 
-    class Writes(Fake):
+
+def written(s: TokenSample, *new: int, **changes: Any) -> Record:
+    """Return the record of a sample whose answer the target wrote."""
+    ids = np.append(s.input_ids, new)
+    mask = np.array([0] * len(s) + [1] * len(new), np.uint8)
+    changes.setdefault("provenance", Provenance(generation=GREEDY.generation))
+    return tiny_record(CONTRACT, **{"id": s.id, "tokens": len(ids), "input_ids": ids, "loss_mask": mask, **changes})
+
+
+class Writes(Fake):
+    def one(self, s):
+        return written(s, 7, 8)
+
+
+def test_generated_records(out):
+    report = run(Writes(), map(sample, range(3)), out, request=GREEDY)
+    assert (report.written, report.exit_code) == (3, 0)
+    record = hs.open(out)["s1"]
+    assert record.loss_mask.tolist() == [0] * 6 + [1, 1]
+    assert record.source_digest == sample(1).source_digest
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (lambda s: written(s), "HS206"),
+        (lambda s: written(s, 1, 2, 3, 4, 5), "HS206"),
+        (lambda s: written(s, 7, input_ids=np.append([99], s.input_ids)), "HS206"),
+        (lambda s: written(s, 7, loss_mask=np.ones(7, np.uint8)), "HS110"),
+        (lambda s: written(s, 7, 8, loss_mask=np.array([0] * 7 + [1], np.uint8)), "HS110"),
+        (lambda s: written(s, 7, provenance=Provenance()), "HS604"),
+        (
+            lambda s: written(s, 7, provenance=Provenance(generation=Generation(mode="greedy", max_new_tokens=9))),
+            "HS604",
+        ),
+    ],
+)
+def test_generated_record_that_is_not_what_was_asked(out, bad, code):
+    class Bad(Fake):
         def one(self, s):
-            ids = np.append(s.input_ids, [7, 8]) if s.id != "s1" else np.append([99], s.input_ids)
-            return tiny_record(CONTRACT, id=s.id, tokens=len(ids), input_ids=ids, provenance=greedy)
+            return bad(s)
 
-    report = run(Writes(), [sample(0), sample(1)], out)
-    assert (report.written, dict(report.quarantined)) == (1, {"HS206": 1})
+    report = run(Bad(), [sample(0)], out, request=GREEDY)
+    assert (report.written, dict(report.quarantined)) == (0, {code: 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"loss_mask": np.roll(sample(0).loss_mask, -1)}, "HS110"),  # SpecForge#885, by an extractor
+        ({"loss_mask": np.ones(6, np.uint8)}, "HS110"),
+        ({"position_ids": np.arange(6) + 1}, "HS106"),
+        ({"provenance": Provenance(generation=Generation(mode="greedy", max_new_tokens=1))}, "HS604"),
+        ({"hidden": {"d2": np.ones((6, 8), np.float16)}}, "HS207"),
+    ],
+)
+def test_record_that_is_not_what_was_asked(out, changes, code):
+    class Bad(Fake):
+        def one(self, s):
+            record = answer(s)
+            return answer(s, **{"loss_mask": record.loss_mask, **changes})
+
+    report = run(Bad(), [sample(0)], out)
+    assert (report.written, dict(report.quarantined)) == (0, {code: 1})
+
+
+def test_lost_row_cannot_be_excused_as_generated(out):
+    class Short(Fake):
+        def one(self, s):
+            states = {k: np.ones((5, 8), ml_dtypes.bfloat16) for k in CONTRACT.keys}
+            return answer(s, hidden=states, provenance=Provenance(generation=GREEDY.generation))
+
+    assert dict(run(Short(), [sample(0)], out).quarantined) == {"HS604": 1}
+
+
+def test_driver_sets_the_source_digest(out):
+    class Forgets(Fake):
+        def one(self, s):
+            return answer(s, source_digest=None)
+
+    run(Forgets(), [sample(0)], out)
+    assert hs.open(out)["s0"].source_digest == sample(0).source_digest
+
+
+def test_resume_with_other_generation(out):  # NeMo Automodel PR#2478: another seed
+    run(Writes(), [sample(0)], out, request=GREEDY)
+    other = replace(REQUEST, generation=Generation(mode="sampled", max_new_tokens=8, temperature=0.9, seed=3))
+    report = run(Writes(), [sample(0)], out, request=other)
+    assert (report.skipped, dict(report.quarantined), report.exit_code) == (0, {"HS507": 1}, 1)
+    lines = report.quarantine_path.read_text()
+    assert all(f"generation.{name}" in lines for name in ("mode", "max_new_tokens", "temperature", "seed"))
+
+
+def test_two_runs_into_one_store_at_once(out):
+    class Bad(Fake):
+        def one(self, s):
+            return answer(s, loss_mask=1 - s.loss_mask)
+
+    class Inner(Bad):
+        def extract(self, samples, *, stopping):  # another run, begun and ended while this one is under way
+            inner = run(Bad(), [sample(7)], out)
+            assert "s7" in inner.quarantine_path.read_text()
+            self.inner = inner.quarantine_path
+            yield from super().extract(samples, stopping=stopping)
+
+    fake = Inner()
+    report = run(fake, [sample(0)], out)
+    assert report.quarantine_path != fake.inner
+    assert "s0" in report.quarantine_path.read_text()
+    assert "s7" in fake.inner.read_text()
+
+
+def test_store_that_another_process_made_meanwhile(out):
+    class Late(Fake):
+        def load(self, request):
+            hs.create(out, CONTRACT).close()
+
+    assert run(Late(), [sample(0)], out).written == 1
+    assert list(hs.open(out).ids) == ["s0"]
 
 
 def test_engine_that_dies_leaves_what_is_whole(out):

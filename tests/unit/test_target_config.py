@@ -145,6 +145,15 @@ def test_several_streams_are_refused(change, tmp_path):
     assert [p.code for p in e.value.problems] == ["HS410"]
 
 
+def test_rope_said_twice_and_differently(tmp_path):
+    old, new = {"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    config = {**PUBLISHED["llama-2"], "rope_scaling": old, "rope_parameters": new, "rope_theta": 1e4}
+    problems: list = []
+    normalise(read_config(write(tmp_path / "m", config)), problems=problems)
+    assert [p.code for p in problems] == ["HS603", "HS603"]
+    assert {p.where.rsplit(".")[-1] for p in problems} == {"factor", "rope_theta"}
+
+
 def test_two_dtypes_and_broken_layer_types(tmp_path):
     for change in ({"dtype": "float16"}, {"layer_types": ["full_attention"]}, {"layer_types": 4}):
         with pytest.raises(ForeignFileError) as e:
