@@ -45,13 +45,18 @@ def as_array(value: Any) -> npt.NDArray[Any]:
     TypeError
         The value is no array of numbers.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array: what is masked has no value to store")
     if isinstance(value, np.ndarray):
         array: npt.NDArray[Any] = value
     elif type(value).__module__.split(".")[0] == "torch" and "torch" in sys.modules:
         torch = sys.modules["torch"]
-        tensor = value.detach().cpu().contiguous()
-        half = tensor.dtype == torch.bfloat16
-        array = tensor.view(torch.uint16).numpy().view(BFLOAT16) if half else tensor.numpy()
+        try:
+            tensor = value.detach().cpu().contiguous()
+            half = tensor.dtype == torch.bfloat16
+            array = tensor.view(torch.uint16).numpy().view(BFLOAT16) if half else tensor.numpy()
+        except (RuntimeError, NotImplementedError) as e:  # sparse, meta, quantised
+            raise TypeError(f"a tensor that NumPy cannot hold: {e}") from e
     else:
         try:
             array = np.asarray(value)

@@ -143,6 +143,16 @@ def find_anatomy(model: Any, batch: PaddedBatch, num_layers: int) -> Anatomy:
     for s in layers:
         if not (_is_stream(s.x) and _is_stream(s.y)):
             raise _unsupported(f"{s.name} passes on {_shape(s.x)} -> {_shape(s.y)}, not one residual stream [B, T, H]")
+    if lame := next((s for s in layers if not (torch.isfinite(s.x).all() and torch.isfinite(s.y).all())), None):
+        raise HsError(
+            problem(
+                "HS201",
+                where=f"target: {lame.name}",
+                got="a state that is NaN or infinite, on a short input",
+                expected="finite states",
+                fix="check the weights, or run the target in another dtype",
+            )
+        )
     for a, b in itertools.pairwise(layers):
         if not torch.equal(a.y, b.x):
             raise _unsupported(f"the output of {a.name} is not the input of {b.name}: something runs between them")

@@ -1,53 +1,23 @@
-"""The ``hsformat`` command. Thin: each command parses its options and calls the library.
+"""The ``hsformat`` command line: ``commands`` gathers the commands, one module each.
 
-Exit codes: 0 clean (notes and warnings allowed), 1 a problem of severity error, 2 could not do the job; 128 + n after
-signal n. Bad input is a problem with a code, never a traceback.
+Importing it costs next to nothing, so that Ctrl-C in the first second, while libraries load, ends as it should.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
-
-from hsformat.cli.explain import explain
-from hsformat.cli.extract import extract
-from hsformat.cli.info import info
-from hsformat.cli.output import guarded
-from hsformat.validate.command import validate
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    name="hsformat",
-    help="Versioned, validated hidden-state records for training EAGLE-3 draft heads.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-for command in (extract, validate, info, explain):
-    app.command()(command)
-
-
-def _version(shown: bool) -> None:  # noqa: FBT001 - typer's interface
-    if shown:
-        from hsformat import __version__
-
-        typer.echo(f"hsformat {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[  # noqa: FBT002
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Versioned, validated hidden-state records for training EAGLE-3 draft heads."""
+__all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line."""
-    sys.exit(guarded(app))
+    """Run the command line and exit."""
+    try:
+        from hsformat.cli.commands import app
+        from hsformat.cli.output import guarded
+
+        code = guarded(app)
+    except KeyboardInterrupt:
+        print("hsformat: stopped", file=sys.stderr)
+        code = 130
+    sys.exit(code)

@@ -26,7 +26,7 @@ _MIB = 1024 * 1024
 def extract(
     model: Annotated[Path, typer.Option(help="Folder of the target model.")],
     data: Annotated[Path, typer.Option(help="JSON Lines with messages, or with input_ids and loss_mask.")],
-    out: Annotated[Path, typer.Option(help="Store to write; one begun by the same command is continued.")],
+    out: Annotated[str, typer.Option(help="Store to write; one begun by the same command is continued.")],
     layers: Annotated[str, typer.Option(help="eagle3 (2, N//2, N-3), or aux depths in the draft's order: 2,15,27.")],
     engine: Annotated[str, typer.Option(help="Name of an installed extractor.")] = "transformers",
     last: Annotated[
@@ -131,7 +131,7 @@ def _describe(
 
 
 @contextmanager
-def _how_to_go_on(out: Path) -> Iterator[None]:
+def _how_to_go_on(out: str) -> Iterator[None]:
     """After a failed write say that the same command continues; what was committed is whole."""
     try:
         yield
@@ -143,12 +143,12 @@ def _how_to_go_on(out: Path) -> Iterator[None]:
         raise
 
 
-def _finish(report: Any, summary: Any, out: Path, format: Format) -> None:
+def _finish(report: Any, summary: Any, out: str, format: Format) -> None:
     problems = [*summary.all_problems, *report.problems]
     code = max(report.exit_code, exit_code(problems))
     if format is Format.JSON:
         facts = {
-            "store": str(out),
+            "store": out,
             "written": report.written,
             "skipped": report.skipped,
             "tokens": report.tokens,

@@ -8,6 +8,7 @@ below ``cli``, no engine.
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 import time
@@ -130,17 +131,17 @@ def extract_to_store(
         The store cannot be opened or written (a full disk); what was committed stays.
     """
     options: dict[str, Any] = {} if segment_bytes is None else {"segment_bytes": segment_bytes}
-    run = _Run(Path(out), contract, request, options)
+    run = _Run(os.fspath(out), contract, request, options)
     return run(extractor, samples, commit_seconds, listener)
 
 
 class _Run:
     """The state of one run: what is pending, what is reported, the writer once there is one."""
 
-    def __init__(self, out: Path, contract: Contract, request: ExtractionRequest, options: Mapping[str, Any]) -> None:
+    def __init__(self, out: str, contract: Contract, request: ExtractionRequest, options: Mapping[str, Any]) -> None:
         self.out, self.contract, self.request, self.options = out, contract, request, options
         self.report = ExtractionReport()
-        self.quarantine = Quarantine(out)
+        self.quarantine = Quarantine(Path(out))
         self.pending: dict[str, TokenSample] = {}
         self.writer: Writer | None = None
         self.stored: Store | None = None
@@ -151,7 +152,7 @@ class _Run:
 
     def _append(self) -> Writer:
         self.writer = writer = hs_store.append(self.out, **self.options)
-        self.report.problems += contract_drift(writer.contract, self.contract, str(self.out))
+        self.report.problems += contract_drift(writer.contract, self.contract, self.out)
         errors = [p for p in self.report.problems if p.severity is Severity.ERROR]
         if errors:
             raise ContractMismatch(errors)
@@ -300,7 +301,8 @@ class _Stop:
     def __enter__(self) -> _Stop:
         if threading.current_thread() is threading.main_thread():
             for s in (signal.SIGINT, signal.SIGTERM):
-                self._old[s] = signal.signal(s, self._handle)
+                if signal.getsignal(s) is not signal.SIG_IGN:  # nohup, or a shell's background job: its choice stands
+                    self._old[s] = signal.signal(s, self._handle)
         return self
 
     def asked(self) -> bool:

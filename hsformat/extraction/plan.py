@@ -58,7 +58,8 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
         word = part.strip()
         depth = int(word) if word.isascii() and word.isdigit() else -1
         if depth < 0 or depth > num_layers:
-            expected, fix = f"a depth from 0 to {num_layers}", "depth d is the residual stream after d decoder layers"
+            expected = f"a depth from 0 to {num_layers}, or eagle3 alone"
+            fix = "depth d is the residual stream after d decoder layers"
             problems.append(problem("HS304", where="--layers", got=repr(word), expected=expected, fix=fix))
         elif depth in depths:
             problems.append(

@@ -22,7 +22,7 @@ class Quarantine:
     """Opened by the first entry, as ``<store>.quarantine-<time>-<pid>.jsonl``."""
 
     def __init__(self, store: Path) -> None:
-        self._store = store
+        self._store = Path(os.path.abspath(store))  # it may be given as "."
         self._path: Path | None = None
         self._file: IO[str] | None = None
 
@@ -30,7 +30,7 @@ class Quarantine:
         """Write one line: ``{"id": ..., "problems": [...]}``."""
         if self._file is None:
             name = f"{self._store.name}.quarantine-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl"
-            self._path = self._store.with_name(name)
+            self._path = self._store.parent / name
             self._file = self._path.open("x", encoding="utf-8")
         line = {"id": record_id, "problems": [p.to_dict() for p in problems]}
         self._file.write(f"{json.dumps(line, ensure_ascii=True)}\n")

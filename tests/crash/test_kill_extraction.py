@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import hsformat as hs
-from hsformat.cli import app
+from hsformat.cli.commands import app
 from hsformat.cli.output import guarded
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"

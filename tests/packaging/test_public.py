@@ -71,7 +71,8 @@ def test_unknown_name_is_an_attribute_error():
         ("import hsformat; hsformat.engines; hsformat.target", HEAVY),
         ("import hsformat; hsformat.open; hsformat.validate_store", {"torch", "transformers"}),
         ("import hsformat_extractors.transformers", {"torch", "transformers"}),
-        ("import hsformat.cli", {"torch", "transformers"}),
+        ("import hsformat.cli", HEAVY | {"pydantic", "numpy", "typer"}),
+        ("import hsformat.cli.commands", {"torch", "transformers"}),
     ],
 )
 def test_import_brings_nothing_heavy(code, absent):

@@ -10,7 +10,7 @@ import pytest
 from factories import tiny_contract
 
 import hsformat as hs
-from hsformat.cli import app
+from hsformat.cli.commands import app
 from hsformat.cli.output import guarded
 from hsformat.problems import CODES
 
@@ -182,6 +182,17 @@ def test_model_folders_that_cannot_be_used(extract, tmp_path):
     (folder / "config.json").write_text('{"architectures": ["Llama')
     code, _, err = extract(model=folder)
     assert (code, "HS602" in codes(err)) == (1, True)
+
+
+def test_output_that_is_no_path(extract, tmp_path, monkeypatch):
+    for out in ("s3://bucket/x.hs.zarr", ""):
+        code, _, err = extract(out=out)
+        assert (code, codes(err)) == (2, {"HS501"})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
+    assert extract(out=".")[0] == 0
+    assert len(hs.open(".")) == 3
 
 
 def test_output_path_that_holds_something_else(extract, tmp_path):

@@ -382,6 +382,16 @@ def test_commit_by_time(out):
     run(Watch(), map(sample, range(5)), out, commit_seconds=0)
 
 
+@pytest.fixture
+def handlers():
+    """Handlers as an interactive shell leaves them: a background job inherits an ignored SIGINT."""
+    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for s, handler in before.items():
+        signal.signal(s, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_commits_what_is_whole(out, number):
     class Signalled(Fake):
@@ -398,6 +408,19 @@ def test_signal_commits_what_is_whole(out, number):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("handlers")
+def test_ignored_signal_stays_ignored(out):  # nohup
+    class Signalled(Fake):
+        def one(self, s):
+            os.kill(os.getpid(), signal.SIGINT)
+            return answer(s)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    report = run(Signalled(), map(sample, range(3)), out)
+    assert (report.written, report.interrupted) == (3, None)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_second_signal_stops_at_once(out):
     class Stuck(Fake):
         def one(self, s):
