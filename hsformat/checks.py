@@ -1,13 +1,14 @@
-"""What makes a record right: the 1xx rules and the numeric rules HS201, HS202 and HS207.
+"""What makes a record right: the 1xx rules, the numeric rules HS201, HS202 and HS207, and its origin, HS604.
 
 One implementation for the writer, which refuses, and for validation, which reports. Everything is returned, not the
 first finding. States are scanned in blocks of rows, so that memory does not grow with the record. Suffixes of array
-names are their axes: S states, H hidden. This module may import ``problems``, ``dtypes``, ``contract`` and ``record``.
+names are their axes: S states, H hidden. This module may import ``problems``, ``digests``, ``dtypes``, ``contract`` and
+``record``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +16,31 @@ import numpy as np
 import numpy.typing as npt
 
 from hsformat.contract import Capture, Contract, FieldSpec
-from hsformat.dtypes import FLOAT_DTYPES, dtype_name, numpy_dtype, to_float32
+from hsformat.digests import canonical_json, is_digest
+from hsformat.dtypes import BFLOAT16, FLOAT_DTYPES, dtype_name, numpy_dtype, to_float32
 from hsformat.problems import Problem, Severity, problem
-from hsformat.record import Record
+from hsformat.record import Provenance, Record
 
-__all__ = ["CaptureStats", "StateScan", "check_record", "check_tokens", "to_stored"]
+__all__ = [
+    "MAX_ID_BYTES",
+    "CaptureStats",
+    "StateScan",
+    "check_record",
+    "check_tokens",
+    "store_states",
+    "to_stored",
+    "token_range_problem",
+]
 
 BLOCK_BYTES = 4 * 1024 * 1024
 MAX_ID_BYTES = 1024
+"""Of an id as UTF-8 (rule R-8)."""
+_MAX_POSITION = 2**63 - 1
 ZERO_ROW_SHARE = 0.01
-"""More all-zero rows than this share of a record is an error; fewer are a note (speculators#613)."""
+"""More all-zero rows than this share of a record is an error; fewer are a note (speculators#613).
+
+At depth 0 any number of rows but all of them is a note: a row of the embedding is all zero where a model pads with it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +61,7 @@ def check_record(contract: Contract, record: Record) -> tuple[list[Problem], dic
     stats
         By capture key, for the captures whose shape is right.
     """
-    problems = check_tokens(contract, record)
+    problems = check_tokens(contract, record) + _check_origin(record)
     stats: dict[str, CaptureStats] = {}
     where = f"record {record.id!r}"
     for key in record.hidden:
@@ -107,19 +123,56 @@ def check_tokens(contract: Contract, record: Record) -> list[Problem]:
         add("HS102", "input_ids", "0 tokens", "at least 1")
     if ids.dtype.kind not in "iu":
         add("HS105", "input_ids", f"dtype {ids.dtype}", "integers", "give token ids as integers")
-    elif t:
-        bad = np.flatnonzero((ids < 0) | (ids >= contract.target.vocab_size))
-        if bad.size:
-            i = int(bad[0])
-            add(
-                "HS105",
-                f"input_ids[{i}]",
-                f"{int(ids[i])} ({bad.size} such token(s))",
-                f"0 <= id < {contract.target.vocab_size}",
-            )
+    elif p := token_range_problem(ids, contract.target.vocab_size, where=f"{where}: input_ids", record=rid):
+        out.append(p)
     out.extend(_check_mask(record, mask, t))
     out.extend(_check_positions(record, t))
     out.extend(_check_fields(contract, record, t))
+    return out
+
+
+def token_range_problem(
+    input_ids: npt.NDArray[Any] | Sequence[int], vocab_size: int, *, where: str, record: str | None = None
+) -> Problem | None:
+    """Return HS105 with the place of the first token id that is not in 0..vocab_size - 1; None: all are.
+
+    Parameters
+    ----------
+    input_ids
+        [T] integers.
+    where
+        The place of the ids as a whole; the index is added to it.
+    """
+    ids = np.asarray(input_ids)
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if not bad.size:
+        return None
+    i = int(bad[0])
+    got, expected = f"{int(ids[i])} ({bad.size} such token(s))", f"0 <= id < {vocab_size}"
+    return problem("HS105", where=f"{where}[{i}]", got=got, expected=expected, record=record)
+
+
+def _check_origin(record: Record) -> list[Problem]:
+    """HS604 where provenance or digest is of no known form, or holds what JSON cannot say exactly (2**53 + 1)."""
+
+    def wrong(name: str, got: str, expected: str, fix: str) -> list[Problem]:
+        place = f"record {record.id!r}: {name}"
+        return [problem("HS604", where=place, got=got, expected=expected, fix=fix, record=record.id)]
+
+    provenance: Any = record.provenance
+    out: list[Problem] = []
+    if not isinstance(provenance, Provenance):
+        expected, fix = "an hsformat.Provenance", "give Provenance(...), or leave it out: given, no template"
+        out += wrong("provenance", f"{type(provenance).__name__} {provenance!r}"[:80], expected, fix)
+    else:
+        try:
+            canonical_json(provenance.model_dump(mode="json"))
+        except ValueError as e:
+            out += wrong("provenance", str(e), "values that JSON keeps", "give the value as text")
+    digest: Any = record.source_digest
+    if digest is not None and not is_digest(digest):
+        expected, fix = "sha256: and 64 hex digits, or None", "give TokenSample.source_digest, or None"
+        out += wrong("source_digest", repr(digest)[:80], expected, fix)
     return out
 
 
@@ -169,16 +222,13 @@ def _check_positions(record: Record, t: int) -> Iterator[Problem]:
         yield problem("HS106", where=where, got=f"shape {list(pos.shape)}", expected=f"[{t}]", record=rid)
     elif pos.dtype.kind not in "iu":
         yield problem("HS106", where=where, got=f"dtype {pos.dtype}", expected="integers", record=rid)
-    elif t and (int(pos[0]) < 0 or (np.diff(pos.astype(np.int64)) < 0).any()):
-        falls = np.flatnonzero(np.diff(pos.astype(np.int64)) < 0)
-        i = int(falls[0]) + 1 if falls.size else 0
-        yield problem(
-            "HS106",
-            where=f"{where}[{i}]",
-            got=int(pos[i]),
-            expected="positions that start at 0 or above and never fall",
-            record=rid,
-        )
+    elif t:
+        # Compared as they are: as int64, an unsigned 2**63 would be negative.
+        bad = np.concatenate([[pos[0] < 0 or pos[0] > _MAX_POSITION], (pos[1:] < pos[:-1]) | (pos[1:] > _MAX_POSITION)])
+        if bad.any():
+            i = int(bad.argmax())
+            expected = f"positions that start at 0 or above, never fall and stay below {_MAX_POSITION + 1}"
+            yield problem("HS106", where=f"{where}[{i}]", got=int(pos[i]), expected=expected, record=rid)
 
 
 def _check_fields(contract: Contract, record: Record, t: int) -> Iterator[Problem]:
@@ -235,7 +285,8 @@ def _check_shape(contract: Contract, record: Record, capture: Capture, array: np
     out: list[Problem] = []
     where, rid, t = f"record {record.id!r}: hidden[{capture.key!r}]", record.id, record.num_tokens
     h = contract.target.hidden_size
-    generated = record.provenance.generation.mode != "none"
+    provenance: Any = record.provenance
+    generated = isinstance(provenance, Provenance) and provenance.generation.mode != "none"
     if array.ndim != 2:
         out.append(
             problem(
@@ -346,7 +397,7 @@ class StateScan:
         self._bad.add(~finite_SH, x_SH, self._rows)
         with np.errstate(over="ignore", invalid="ignore"):
             if narrows:
-                fits_SH = np.isfinite(to_float32(block_SH.astype(self._stored)))
+                fits_SH = np.isfinite(to_float32(to_stored(self._capture, block_SH)))
                 self._over.add(~fits_SH & finite_SH, x_SH, self._rows)
             if self._norms:
                 self._sum_l2 += float(np.sqrt(np.einsum("ij,ij->i", x_SH, x_SH)).sum(dtype=np.float64))
@@ -368,13 +419,14 @@ class StateScan:
             place, expected = f"{where} {self._over.place}", f"values that {self._capture.dtype} can hold"
             out.append(problem("HS207", where=place, got=self._over.got, expected=expected, record=rid))
         if self._zero_rows:
-            error = self._zero_rows == self._rows or self._zero_rows > ZERO_ROW_SHARE * self._rows
+            share = 1.0 if self._capture.depth == 0 else ZERO_ROW_SHARE
+            error = self._zero_rows == self._rows or self._zero_rows > share * self._rows
             out.append(
                 problem(
                     "HS202",
                     where=where,
                     got=f"{self._zero_rows} of {self._rows} rows are all zero",
-                    expected=f"none; up to {ZERO_ROW_SHARE:.0%} is a note",
+                    expected=f"none; {'fewer than all' if share == 1 else f'up to {share:.0%}'} are a note",
                     record=rid,
                     severity=Severity.ERROR if error else Severity.NOTE,
                 )
@@ -416,8 +468,36 @@ class _Found:
 
 
 def to_stored(capture: Capture, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return states in the capture's dtype, C-contiguous; rounding to nearest, ties to even."""
+    """Return states in the capture's dtype, C-contiguous, as :func:`store_states` makes them."""
     dtype = numpy_dtype(capture.dtype)
     if array.dtype == dtype:
         return np.ascontiguousarray(array)
-    return np.ascontiguousarray(array.astype(dtype))
+    out = np.empty(array.shape, dtype)
+    store_states(out, array)
+    return out
+
+
+def store_states(out_SH: npt.NDArray[Any], states_SH: npt.NDArray[Any]) -> None:
+    """Write states into an array of the capture's dtype: rounded once, to nearest, ties to even (rule R-12).
+
+    ml_dtypes takes float64 to bfloat16 by way of float32, which rounds twice: 1 + 2**-8 + 2**-40 would become 1. There
+    the way leads over a float32 that is rounded to odd, which keeps in its last bit that something was cut off
+    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if out_SH.dtype != BFLOAT16 or states_SH.dtype.newbyteorder("=") != np.float64:
+            out_SH[...] = states_SH
+            return
+        step = max(1, BLOCK_BYTES // (8 * max(1, states_SH[:1].size)))
+        for start in range(0, len(states_SH), step):
+            rows = slice(start, start + step)
+            out_SH[rows] = _round_to_odd(states_SH[rows])
+
+
+def _round_to_odd(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Return the float32 numbers next to zero from the exact ones, with the last bit set if they are not exact."""
+    near = wide.astype(np.float32)
+    bits = near.view(np.uint32)
+    bits -= np.abs(near) > np.abs(wide)  # of a magnitude, whatever its sign: one step towards zero
+    bits |= near != wide
+    return near

@@ -78,4 +78,4 @@ def checksum(data: Buffer) -> str:
 
 def is_digest(value: object) -> bool:
     """Return whether ``value`` is text in the form of a digest."""
-    return isinstance(value, str) and re.fullmatch(_DIGEST, value) is not None and len(value) == 71
+    return isinstance(value, str) and re.fullmatch(_DIGEST, value) is not None

@@ -1,8 +1,8 @@
 """Records and token samples: one token sequence in memory, with and without its states.
 
 Every array is indexed by token and unshifted: ``h[t]`` is the state after reading token t, ``loss_mask[t]``
-says that the assistant produced token t. This module may import ``problems``, ``digests``, ``dtypes`` and ``models``; what makes
-a record right or wrong is in ``checks``.
+says that the assistant produced token t. This module may import ``problems``, ``digests``, ``dtypes`` and ``models``;
+what makes a record right or wrong is in ``checks``.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Record:
         self.id = id
         self.input_ids = _array(input_ids, "HS105", id, "input_ids")
         self.loss_mask = _array(loss_mask, "HS104", id, "loss_mask")
-        self.hidden = {k: _array(v, "HS207", id, f"hidden[{k!r}]") for k, v in hidden.items()}
+        self.hidden = {k: _array(v, "HS207", id, f"hidden[{k!r}]") for k, v in _by_key(hidden, id).items()}
         self.position_ids = None if position_ids is None else _array(position_ids, "HS106", id, "position_ids")
         self.fields = {k: _array(v, "HS109", id, f"fields[{k!r}]") for k, v in (fields or {}).items()}
         self.provenance = provenance if provenance is not None else Provenance()
@@ -186,6 +186,14 @@ class Record:
     def __repr__(self) -> str:
         shape = f"tokens={self.num_tokens}, states={self.num_states}"
         return f"Record(id={self.id!r}, {shape}, captures={list(self.hidden)})"
+
+
+def _by_key(hidden: Any, record_id: str) -> Mapping[str, Any]:
+    if isinstance(hidden, Mapping):
+        return hidden
+    got, fix = type(hidden).__name__, "name each capture: {'d2': ..., 'd15': ...}; none is found by its position"
+    where, expected = f"record {record_id!r}: hidden", "a mapping of capture keys to arrays"
+    raise InvalidRecord(problem("HS109", where=where, got=got, expected=expected, fix=fix, record=str(record_id)))
 
 
 def _array(value: Any, code: str, record_id: str, name: str) -> npt.NDArray[Any]:

@@ -2,8 +2,10 @@
 
 ============== =====================================================================
 ``backend``    where the bytes are; the only module that touches a file system
-``arrays``     what each array must be; encoding and decoding through zarr-python
-``metadata``   the root's and the segments' JSON: contract and commit record
+``array_json`` what the metadata of each array must be, clause by clause
+``arrays``     which arrays a segment has; encoding and decoding through zarr-python
+``metadata``   the root's JSON, and the names of segments
+``commit``     the commit record of a segment
 ``pending``    records in memory, and how they become a segment
 ``segment``    reading one segment, compared with its commit record
 ``verify``     comparing files and offsets with the commit record

@@ -1,4 +1,4 @@
-"""Arrays of a segment: what each must be, and how one becomes files and comes back.
+"""Arrays of a segment: which there are, and how one becomes files and comes back.
 
 zarr-python encodes and decodes. An array is encoded into memory, rooted at itself, so that nothing but its own files
 comes out: their sizes and checksums are then known before a byte is on the disk, and no parent group is written too
@@ -8,21 +8,22 @@ early. It is read through :class:`ArrayFiles`, which never answers "no such key"
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+import json
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import zarr
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
 from hsformat.contract import Contract
 from hsformat.dtypes import BFLOAT16, numpy_dtype
 from hsformat.problems import StoreError, problem
-from hsformat.store.backend import Backend
+from hsformat.store.array_json import MAX_CHUNK_BYTES, ArraySpec, Codec, array_json, check_array_json, is_sharded
+from hsformat.store.backend import Source
 from hsformat.zarr_dtype import BFloat16
 
 if TYPE_CHECKING:
@@ -34,29 +35,19 @@ __all__ = [
     "MAX_CHUNK_BYTES",
     "ArrayFiles",
     "ArraySpec",
+    "Codec",
     "array_specs",
     "check_chunk",
-    "decode_array",
     "encode_array",
     "is_sharded",
+    "open_array",
 ]
 
 CHUNK_TOKENS = 256
 """Rows of an inner chunk of states; the unit of reading, compression and checksum."""
 
-MAX_CHUNK_BYTES = 2**31 - 1 - 16
-"""Blosc counts bytes in a signed 32-bit integer, its header of 16 bytes included (numcodecs#80)."""
-
-Codec = Literal["compact", "fast"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArraySpec:
-    """What an array of a segment must be."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+_ABSENT = 2**64 - 1
+"""Offset or length in the index of a shard of a chunk that is not stored."""
 
 
 def array_specs(
@@ -84,11 +75,6 @@ def array_specs(
     rows += [(f"stats/{c.key}", (r, 2), "float32") for c in contract.captures]
     rows += [(f"fields/{f.name}", (tokens if f.axis == "token" else r, *f.shape), f.dtype) for f in contract.fields]
     return {name: ArraySpec(name=name, shape=shape, dtype=numpy_dtype(dtype)) for name, shape, dtype in rows}
-
-
-def is_sharded(name: str) -> bool:
-    """Return whether an array is cut into chunks inside one shard; any other is one chunk."""
-    return name.startswith("hidden/")
 
 
 def check_chunk(nbytes: int, *, where: str, fix: str) -> None:
@@ -122,21 +108,20 @@ def encode_array(
         Of the spec's shape; of states, the rows are filled up to a multiple of ``chunk_tokens``, so that zarr encodes
         the shard in place instead of copying it into one of full size.
     """
-    rows, trailing = array.shape[0], array.shape[1:]
     sharded = is_sharded(spec.name)
-    chunk_rows = chunk_tokens if sharded else rows
-    chunk_bytes = chunk_rows * int(np.prod(trailing)) * array.itemsize
+    chunk_rows = chunk_tokens if sharded else len(array)
+    codecs = array_json(replace(spec, shape=array.shape), codec=codec, chunk_rows=chunk_rows)["codecs"]
+    serializer, *compressors = codecs[0]["configuration"]["codecs"] if sharded else codecs
     files: dict[str, Buffer] = {}
     target = zarr.create_array(
         store=MemoryStore(files),
         shape=array.shape,
         dtype=BFloat16() if spec.dtype == BFLOAT16 else spec.dtype,
-        chunks=(chunk_rows, *trailing),
+        chunks=(chunk_rows, *array.shape[1:]),
         shards=array.shape if sharded else None,
-        compressors=_compressors(codec, array.itemsize, chunk_bytes),
-        serializer=BytesCodec(endian="little"),
+        compressors=compressors,
+        serializer=serializer,
         filters=None,
-        # A reader that does not check sizes sees NaN where states are lost, never zeros (zarr-python#486).
         fill_value=float("nan") if sharded else 0,
         # Otherwise zarr drops chunks of zeros, and -0.0 comes back as 0.0 (zarr-python#2060).
         config={"write_empty_chunks": True},
@@ -148,71 +133,81 @@ def encode_array(
         yield key, files.pop(key).as_numpy_array()  # not a copy: it may be as large as a segment
 
 
-def _compressors(codec: Codec, itemsize: int, chunk_bytes: int) -> list[Any]:
-    checksum = Crc32cCodec()
-    if codec == "fast":
-        return [checksum]
-    # One block a chunk: with Blosc's own choice of size, splitting costs a tenth of the ratio on real states.
-    blosc = BloscCodec(cname="zstd", clevel=1, shuffle="shuffle", typesize=itemsize, blocksize=chunk_bytes)
-    return [blosc, checksum]
+def open_array(
+    source: Source, prefix: str, metadata: bytes, sizes: Mapping[str, int], spec: ArraySpec, codec: Codec
+) -> zarr.Array[Any]:
+    """Open an array whose metadata is what the contract and the commit record say, and whose chunks are all stored.
 
-
-def decode_array(files: ArrayFiles, spec: ArraySpec) -> zarr.Array[Any]:
-    """Open an array and check that it is what the contract and the commit record say.
+    Parameters
+    ----------
+    source, prefix
+        Where the array is: ``segments/<segment>/hidden/d2``.
+    metadata
+        The bytes of its ``zarr.json``.
+    sizes
+        Size of each other file in bytes, by key relative to the array.
 
     Raises
     ------
     StoreError
-        HS101: another number of rows. HS507: another element type or another width. Of ``files``: HS503, HS504, HS505.
+        HS101: another number of rows. HS507: any other clause. HS503: a chunk, or the file that holds it, is not
+        there. HS504: an index of a shard that points outside it.
     """
-    array = zarr.open_array(store=files, mode="r", zarr_format=3)
-    where, got = files.where, (array.shape, array.dtype)
-    if array.dtype != spec.dtype or array.shape[1:] != spec.shape[1:] or array.ndim != len(spec.shape):
-        raise StoreError(
-            problem(
-                "HS507",
-                where=where,
-                got=f"{got[1]} {list(got[0])}",
-                expected=f"{spec.dtype} {list(spec.shape)}",
-                fix="write the segment again; the contract says what its arrays are",
-            )
-        )
-    if array.shape != spec.shape:
-        raise StoreError(
-            problem(
-                "HS101",
-                where=where,
-                got=f"{got[0][0]} rows",
-                expected=f"{spec.shape[0]}, by the commit record",
-                fix="write the segment again",
-            )
-        )
-    return array
+    where = f"{source.location}/{prefix}"
+    checked, problems = check_array_json(metadata, spec, codec=codec, where=where)
+    if problems:
+        raise StoreError(problems)
+    files = ArrayFiles(source, prefix, json.dumps(checked).encode(), sizes)
+    if is_sharded(spec.name):
+        rows = checked["codecs"][0]["configuration"]["chunk_shape"][0]
+        files.read_index("/".join(["c", *"0" * len(spec.shape)]), chunks=-(-spec.shape[0] // rows))
+    return zarr.open_array(store=files, mode="r", zarr_format=3)
 
 
 class ArrayFiles(Store):
-    """The files of one array as a read-only Zarr store.
+    """The files of one array as a read-only Zarr store: all bytes that are asked for, or a StoreError.
 
-    Parameters
-    ----------
-    backend, prefix
-        Where the array is: ``segments/<segment>/hidden/d2``.
-    metadata
-        The bytes of its ``zarr.json``, already checked.
-    sizes
-        Size of each other file in bytes, by key relative to the array.
-    where
-        For the place of a problem.
+    Parameters are those of :func:`open_array`.
     """
 
     supports_writes = False
     supports_deletes = False
     supports_listing = False
 
-    def __init__(self, backend: Backend, prefix: str, metadata: bytes, sizes: dict[str, int], where: str) -> None:
+    def __init__(self, source: Source, prefix: str, metadata: bytes, sizes: Mapping[str, int]) -> None:
         super().__init__(read_only=True)
-        self._backend, self._prefix, self._metadata, self._sizes = backend, prefix, metadata, sizes
-        self.where = where
+        self._source, self._prefix, self._metadata, self._sizes = source, prefix, metadata, sizes
+        self._where = f"{source.location}/{prefix}"
+        self._index = b""
+
+    def read_index(self, key: str, *, chunks: int) -> None:
+        """Read the index of the array's one shard, and refuse one that leaves a chunk out: zarr shows fill values.
+
+        It is kept, so that zarr need not read it again; zarr compares its checksum.
+        """
+        size, length = self._size(key), 16 * chunks + 4
+        if size < length:
+            raise self._error("HS504", f"a shard of {size} bytes", f"at least {length}, those of its index")
+        self._index = self._source.read(f"{self._prefix}/{key}", size - length, length)
+        entries = np.frombuffer(self._index[:-4], "<u8").reshape(-1, 2)
+        if (absent := (entries == _ABSENT).any(axis=1)).any():
+            got = f"chunk {int(absent.argmax())} of {chunks} is not stored ({int(absent.sum())} such chunk(s))"
+            raise self._error("HS503", got, "every chunk of the array")
+        starts, lengths, end = entries[:, 0], entries[:, 1], size - length
+        outside = (starts > end) | (lengths > end - np.minimum(starts, end)) | (lengths == 0)
+        if outside.any():
+            i = int(outside.argmax())
+            got = f"chunk {i} at {starts[i]}, {lengths[i]} bytes"
+            raise self._error("HS504", got, f"a place in the {end} bytes before the index of the shard")
+
+    def _error(self, code: str, got: str, expected: str) -> StoreError:
+        return StoreError(problem(code, where=self._where, got=got, expected=expected))
+
+    def _size(self, key: str) -> int:
+        size = self._sizes.get(key)
+        if size is None:
+            raise self._error("HS503", f"no file {key!r} in the commit record", "every chunk of the array")
+        return size
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -223,18 +218,12 @@ class ArrayFiles(Store):
         """Return bytes of a file; HS503 where zarr would be told that there is none."""
         if key == "zarr.json":
             return prototype.buffer.from_bytes(self._metadata)
-        size = self._sizes.get(key)
-        if size is None:
-            raise StoreError(
-                problem(
-                    "HS503",
-                    where=self.where,
-                    got=f"no file {key!r} in the commit record",
-                    expected="every chunk of the array",
-                )
-            )
-        start, length = _span(byte_range, size)
-        data = await asyncio.to_thread(self._backend.read, f"{self._prefix}/{key}", start, length)
+        start, length = _span(byte_range, size := self._size(key))
+        if self._index and (start, length) == (size - len(self._index), len(self._index)):
+            return prototype.buffer.from_bytes(self._index)
+        data = await asyncio.to_thread(self._source.read, f"{self._prefix}/{key}", start, length)
+        if len(data) != length or not length:  # zarr takes no bytes for no chunk
+            raise self._error("HS505", f"{len(data)} bytes at {start} of {key}", f"{max(1, length)} bytes")
         return prototype.buffer.from_bytes(data)
 
     async def get_partial_values(

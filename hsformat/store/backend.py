@@ -12,6 +12,8 @@ import contextlib
 import errno
 import os
 import secrets
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -20,7 +22,7 @@ import numpy.typing as npt
 
 from hsformat.problems import StoreError, problem
 
-__all__ = ["Backend", "Data", "LocalBackend", "backend_for"]
+__all__ = ["Backend", "CountedSource", "Data", "LocalBackend", "Source", "backend_for"]
 
 Data = bytes | npt.NDArray[np.uint8]
 """What is written: bytes, or an array of them, which need not be copied."""
@@ -28,8 +30,8 @@ Data = bytes | npt.NDArray[np.uint8]
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-class Backend(Protocol):
-    """What the store needs of a place. Every method may raise OSError; keys have ``/`` between parts."""
+class Source(Protocol):
+    """What a reader needs of a place. Every method may raise OSError; keys have ``/`` between parts."""
 
     @property
     def location(self) -> str:
@@ -52,6 +54,10 @@ class Backend(Protocol):
         """Return the names of the folders directly under a key, sorted; empty if there is nothing."""
         ...
 
+
+class Backend(Source, Protocol):
+    """What a writer needs of a place, too."""
+
     def write(self, key: str, data: Data) -> None:
         """Write a new object whole and durably. FileExistsError if there is one: nothing is overwritten."""
         ...
@@ -61,11 +67,17 @@ class Backend(Protocol):
         ...
 
     def publish(self, key: str, data: bytes) -> None:
-        """Make an object appear whole, durably, if there is none. FileExistsError if there is one."""
+        """Make an object appear whole, durably, if there is none. FileExistsError if there is one.
+
+        The names that lead to it are durable, too.
+        """
         ...
 
     def discard(self, key: str) -> None:
-        """Remove everything under a key, as far as that is possible; for what was never published."""
+        """Remove everything under a key, as far as that is possible; for what was never published.
+
+        FileExistsError, and nothing is removed, if it was: if there is a ``zarr.json`` directly under the key.
+        """
         ...
 
 
@@ -146,17 +158,14 @@ class LocalBackend:
         _write_new(path, data)
 
     def settle(self, key: str) -> None:
-        """Flush the folders under a key, and those that lead to it."""
-        top = self._root / key
-        for folder, _, _ in os.walk(top, topdown=False):
+        """Flush the folders under a key; :meth:`publish` flushes those that lead to it."""
+        for folder, _, _ in os.walk(self._root / key, topdown=False):
             _sync_folder(Path(folder))
-        while top != self._root.parent:
-            top = top.parent
-            _sync_folder(top)
 
     def publish(self, key: str, data: bytes) -> None:
         """Write the file under another name, then link it to its own: it appears whole or not at all."""
         path = self._root / key
+        top = next(p for p in (self._root.parent, *self._root.parent.parents) if p.is_dir())  # what is below may be new
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         try:
@@ -165,16 +174,41 @@ class LocalBackend:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        for folder in path.parents:
+            _sync_folder(folder)
+            if folder == top:
+                break
 
     def discard(self, key: str) -> None:
-        """Remove files, then folders, deepest first."""
+        """Remove files, then folders, deepest first; nothing if the commit record is there or may be."""
+        published = self._root / key / "zarr.json"
+        with contextlib.suppress(FileNotFoundError):
+            published.lstat()
+            raise FileExistsError(errno.EEXIST, "published, and not removed", str(published))
         for folder, _, files in os.walk(self._root / key, topdown=False):
             for name in files:
                 with contextlib.suppress(OSError):
                     (Path(folder) / name).unlink()
             with contextlib.suppress(OSError):
                 Path(folder).rmdir()
+
+
+class CountedSource:
+    """Another source of which the bytes that are read are counted; ``tick`` is told after each read."""
+
+    def __init__(self, source: Source, tick: Callable[[int], None]) -> None:
+        self._source, self._tick, self._lock = source, tick, threading.Lock()
+        self.bytes_read = 0
+        self.location = source.location
+        self.state, self.size, self.folders = source.state, source.size, source.folders
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return bytes, and count them."""
+        data = self._source.read(key, start, length)
+        with self._lock:  # zarr reads in threads
+            self.bytes_read += len(data)
+            self._tick(self.bytes_read)
+        return data
 
 
 def _is_leftover(name: str) -> bool:
@@ -194,19 +228,41 @@ def _link_new(temporary: Path, path: Path) -> None:
     try:
         path.hardlink_to(temporary)
     except OSError as e:
-        if e.errno not in _NO_LINKS:
+        if e.errno in _NO_LINKS:
+            _rename_new(temporary, path)
+        elif not _is_link(temporary, path):
             raise
-    else:
-        return
-    # A file system without hard links: whoever creates the guard may rename, if there is nothing yet.
-    guard = path.with_name(f".{path.name}.guard")
-    guard.open("xb").close()
+
+
+def _is_link(temporary: Path, path: Path) -> bool:
+    """Whether a link was made although the answer says otherwise: NFS repeats a request whose answer was lost."""
     try:
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "exists", str(path))
+        return path.samefile(temporary)
+    except OSError:
+        return False
+
+
+def _rename_new(temporary: Path, path: Path) -> None:
+    """Rename if there is nothing yet, on a file system without hard links; the lock ends with its process."""
+    if os.name == "nt":  # where a rename replaces nothing
         temporary.rename(path)
-    finally:
-        guard.unlink()
+        return
+    import fcntl
+
+    guard = path.with_name(f".{path.name}.guard")
+    with contextlib.ExitStack() as stack:
+        while True:
+            lock = stack.enter_context(guard.open("ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(guard.stat(), os.fstat(lock.fileno())):
+                    break  # nobody has removed it while this process waited
+        try:
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, "exists", str(path))
+            temporary.rename(path)
+        finally:
+            guard.unlink(missing_ok=True)
 
 
 def _sync_folder(path: Path) -> None:

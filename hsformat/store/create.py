@@ -11,10 +11,11 @@ from hsformat.contract import Contract
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
 from hsformat.store.arrays import CHUNK_TOKENS
 from hsformat.store.backend import Backend, backend_for
+from hsformat.store.commit import load_commit
 from hsformat.store.metadata import (
+    SEGMENTS,
     ensure_segments,
     group_json,
-    load_commit,
     load_contract,
     root_attribute,
     segment_names,
@@ -98,7 +99,6 @@ def create(
     writer = Writer(backend, contract, (), segment_bytes=segment_bytes, chunk_tokens=chunk_tokens, producer=producer)
     try:
         backend.publish("zarr.json", group_json(root_attribute(contract)))  # now the store exists
-        ensure_segments(backend)
     except FileExistsError as e:
         raise StoreError(
             problem(
@@ -111,6 +111,10 @@ def create(
         ) from e
     except OSError as e:
         raise StoreError(_cannot_create(backend, e)) from e
+    try:
+        ensure_segments(backend)
+    except OSError as e:
+        raise StoreError(_cannot_create(backend, e, f"{SEGMENTS} cannot be created")) from e
     return writer
 
 
@@ -138,7 +142,8 @@ def append(
     ContractMismatch
         What ``expect`` and the store disagree on.
     StoreError
-        HS501, HS502: there is no store that can be read. HS503, HS504: a commit record is damaged.
+        HS501, HS502: there is no store that can be read. HS503, HS504: a commit record is damaged. HS507: a segment
+        follows another version.
     """
     backend = backend_for(path)
     contract, _ = load_contract(backend)
@@ -156,7 +161,7 @@ def append(
     return Writer(backend, contract, commits, segment_bytes=segment_bytes, chunk_tokens=chunk_tokens, producer=producer)
 
 
-def _cannot_create(backend: Backend, e: OSError) -> Problem:
-    got, expected = f"cannot be created: {e.strerror or e}", "a folder that can be written"
+def _cannot_create(backend: Backend, e: OSError, what: str = "cannot be created") -> Problem:
+    got, expected = f"{what}: {e.strerror or e}", "a folder that can be written"
     fix = "give another path, or change its permissions"
     return problem("HS501", where=backend.location, got=got, expected=expected, fix=fix)

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.checks import CaptureStats
+from hsformat.checks import CaptureStats, store_states
 from hsformat.contract import SPEC_VERSION, Contract
 from hsformat.digests import canonical_json, checksum
 from hsformat.dtypes import numpy_dtype
 from hsformat.record import Record
-from hsformat.store.arrays import MAX_CHUNK_BYTES, array_specs, encode_array
+from hsformat.store.arrays import MAX_CHUNK_BYTES, ArraySpec, array_specs, encode_array, is_sharded
 from hsformat.store.backend import Backend, Data
-from hsformat.store.metadata import SEGMENTS, ensure_segments, group_json, seal
+from hsformat.store.commit import seal
+from hsformat.store.metadata import SEGMENTS, ensure_segments, group_json
 
 __all__ = ["Pending", "Row", "make_row", "write_segment"]
+
+
+class Totals(NamedTuple):
+    """Sums over the records of a segment up to one of them, and with it."""
+
+    records: int = 0
+    tokens: int = 0
+    states: int = 0
+    id_bytes: int = 0
+    nbytes: int = 0
+
+
+_NONE = Totals()
 
 
 @dataclass(slots=True, kw_only=True)
 class Row:
     """One record without its states, as it will be stored: copies, in the element types of the disk.
 
-    ``positions`` is None where they are 0..T-1; ``provenance`` is JSON.
+    ``positions`` is None where they are 0..T-1; ``provenance`` is JSON; ``totals`` is set when the record is added.
     """
 
     id: str
@@ -36,6 +49,7 @@ class Row:
     provenance: dict[str, Any]
     positions: npt.NDArray[np.int64] | None
     arrays: dict[str, npt.NDArray[Any]]
+    totals: Totals = _NONE
 
     @property
     def nbytes(self) -> int:
@@ -76,76 +90,99 @@ class Pending:
     """The records of the next segment.
 
     States go into one array a capture, reserved for a whole segment and used again for the next: no second copy is made
-    when they are encoded, and pages that are not written cost nothing. A record counts from the moment its row is in
-    ``rows``, by one list append, so that a signal finds it there whole or not at all.
+    when they are encoded, and pages that are not written cost nothing.
+
+    Attributes
+    ----------
+    rows
+        By id, in order. A record is there from one assignment on, which takes its space and its bytes as well: all sums
+        are those of the last row, so that a signal between two statements finds a record whole or not at all.
     """
 
     def __init__(self, contract: Contract, *, segment_bytes: int, chunk_tokens: int) -> None:
-        self.rows: list[Row] = []
-        self.nbytes = 0
+        self.rows: dict[str, Row] = {}
         self._contract, self._segment_bytes, self._chunk_tokens = contract, segment_bytes, chunk_tokens
         itemsizes = (numpy_dtype(c.dtype).itemsize for c in contract.captures)
         self._state_bytes = contract.target.hidden_size * sum(itemsizes)
         self._states: dict[str, npt.NDArray[Any]] = {}
-        self._used = self._capacity = 0
-        self._sizes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def totals(self) -> Totals:
+        """Sums over all records."""
+        return next(reversed(self.rows.values())).totals if self.rows else _NONE
+
+    def _with(self, row: Row) -> Totals:
+        t, nbytes = self.totals, row.nbytes + row.states * self._state_bytes
+        ids = t.id_bytes + len(row.id.encode())
+        return Totals(t.records + 1, t.tokens + row.tokens, t.states + row.states, ids, t.nbytes + nbytes)
+
+    def specs(self, totals: Totals, *, positions: bool) -> dict[str, ArraySpec]:
+        """Return the arrays of a segment of these sums."""
+        return array_specs(
+            self._contract,
+            tokens=totals.tokens,
+            states=totals.states,
+            records=totals.records,
+            id_bytes=totals.id_bytes,
+            positions=positions,
+        )
+
     def has_room(self, row: Row) -> bool:
         """Return whether a record still fits: all arrays together, and each small array into its one chunk."""
-        total = self.nbytes + row.nbytes + row.states * self._state_bytes
-        small = all(self._sizes[name] + a.nbytes <= MAX_CHUNK_BYTES for name, a in row.arrays.items())
-        return total <= self._segment_bytes and small
+        after = self._with(row)
+        small = (s for s in self.specs(after, positions=True).values() if not is_sharded(s.name))
+        return after.nbytes <= self._segment_bytes and all(s.nbytes <= MAX_CHUNK_BYTES for s in small)
 
     def add(self, row: Row, hidden: Mapping[str, npt.NDArray[Any]]) -> None:
         """Copy states, rounding them to the captures' dtypes, and take the row over."""
-        stop = self._used + row.states
-        if stop > self._capacity:  # the first record, or one that is larger than a segment
-            self._reserve(max(stop, self._segment_bytes // self._state_bytes))
+        start, after = self.totals.states, self._with(row)
+        if after.states > self._capacity:  # the first record, or one that is larger than a segment
+            self._reserve(max(after.states, self._segment_bytes // self._state_bytes))
         for key, array in self._states.items():
-            array[self._used : stop] = hidden[key]
-        self.rows.append(row)
-        self._used = stop
-        self.nbytes += row.nbytes + row.states * self._state_bytes
-        self._sizes.update({name: a.nbytes for name, a in row.arrays.items()})
+            store_states(array[start : after.states], hidden[key])
+        row.totals = after
+        self.rows[row.id] = row
+
+    @property
+    def _capacity(self) -> int:
+        return next((len(array) for array in self._states.values()), 0)
 
     def _reserve(self, states: int) -> None:
-        self._capacity = -(-states // self._chunk_tokens) * self._chunk_tokens
-        shape = (self._capacity, self._contract.target.hidden_size)
+        shape = (-(-states // self._chunk_tokens) * self._chunk_tokens, self._contract.target.hidden_size)
         self._states = {c.key: np.empty(shape, numpy_dtype(c.dtype)) for c in self._contract.captures}
 
     def clear(self) -> None:
         """Forget all records; what is reserved is kept, unless one record was larger than a segment."""
+        self.rows.clear()
         if self._capacity * self._state_bytes > 2 * self._segment_bytes:
-            self._states, self._capacity = {}, 0
-        self.rows = []
-        self.nbytes = self._used = 0
-        self._sizes.clear()
+            self._states = {}
 
     def join(self, name: str) -> npt.NDArray[Any]:
         """Return one array of all records; of states with rows of NaN up to a multiple of the chunk."""
+        rows = self.rows.values()
         match name.split("/"):
             case ["hidden", key]:
-                used = sum(r.states for r in self.rows)
+                used = self.totals.states
                 padded = self._states[key][: -(-used // self._chunk_tokens) * self._chunk_tokens]
                 padded[used:] = np.nan
                 return padded
             case ["ids"]:
-                return np.frombuffer("".join(r.id for r in self.rows).encode(), np.uint8)
+                return np.frombuffer("".join(self.rows).encode(), np.uint8)
             case ["id_offsets"]:
-                return _offsets([len(r.id.encode()) for r in self.rows])
+                return _offsets([len(i.encode()) for i in self.rows])
             case ["token_offsets"]:
-                return _offsets([r.tokens for r in self.rows])
+                return _offsets([r.tokens for r in rows])
             case ["state_offsets"]:
-                return _offsets([r.states for r in self.rows])
+                return _offsets([r.states for r in rows])
             case ["position_ids"]:
                 return np.concatenate(
-                    [np.arange(r.tokens, dtype=np.int64) if r.positions is None else r.positions for r in self.rows]
+                    [np.arange(r.tokens, dtype=np.int64) if r.positions is None else r.positions for r in rows]
                 )
             case _:
-                return np.concatenate([r.arrays[name] for r in self.rows])
+                return np.concatenate([r.arrays[name] for r in rows])
 
 
 def _offsets(lengths: list[int]) -> npt.NDArray[np.int64]:
@@ -173,8 +210,7 @@ def write_segment(
     """
     prefix = f"{SEGMENTS}/{writer}-{n}"
     files: dict[str, dict[str, Any]] = {}
-    if n == 0:
-        ensure_segments(backend)
+    ensure_segments(backend)
 
     def write(key: str, data: Data) -> None:
         backend.write(f"{prefix}/{key}", data)
@@ -182,15 +218,8 @@ def write_segment(
 
     for group in ("hidden", "stats", *(["fields"] if contract.fields else [])):
         write(f"{group}/zarr.json", group_json())
-    rows = pending.rows
-    specs = array_specs(
-        contract,
-        tokens=sum(r.tokens for r in rows),
-        states=sum(r.states for r in rows),
-        records=len(rows),
-        id_bytes=sum(len(r.id.encode()) for r in rows),
-        positions=any(r.positions is not None for r in rows),
-    )
+    rows = list(pending.rows.values())
+    specs = pending.specs(pending.totals, positions=any(r.positions is not None for r in rows))
     for name, spec in specs.items():
         for key, data in encode_array(pending.join(name), spec, codec=contract.codec, chunk_tokens=chunk_tokens):
             write(f"{name}/{key}", data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from operator import index
@@ -16,7 +16,8 @@ from hsformat.layout import Layout
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
 from hsformat.record import Provenance, Record
 from hsformat.store.backend import Backend, backend_for
-from hsformat.store.metadata import CommitRecord, load_commit, load_contract, segment_names
+from hsformat.store.commit import CommitRecord, load_commit
+from hsformat.store.metadata import load_contract, segment_names
 from hsformat.store.segment import SegmentReader
 
 __all__ = ["Store", "open"]
@@ -41,14 +42,14 @@ def open(
     understands
         Names of declared fields that the caller handles.
     damaged
-        What to do about a segment whose commit record is damaged: ``refuse`` the store, or ``skip`` the segment, so
-        that its records are absent and :attr:`Store.problems` says why.
+        What to do about a segment whose commit record is damaged, or of an unknown version: ``refuse`` the store, or
+        ``skip`` the segment, so that its records are absent and :attr:`Store.problems` says why.
 
     Raises
     ------
     StoreError
         HS501: there is no store. HS502: its version, a field of its contract or a field that must be understood is
-        not known. HS503, HS504: a commit record is damaged.
+        not known. HS503, HS504: a commit record is damaged. HS507: a segment follows another version.
     ContractMismatch
         Everything that ``expect`` and the store's contract disagree on.
     """
@@ -111,6 +112,9 @@ class Store:
         self._ends = list(accumulate(c.records for c in commits))
         self._ids = [i for c in commits for i in c.ids]
         self._rows = {i: row for row, i in enumerate(self._ids)}
+        # Two writers can break rule R-8: counted once, and not for each record that is looked up.
+        twice = len(self._rows) != len(self._ids)
+        self._duplicates = frozenset(i for i, n in Counter(self._ids).items() if n > 1) if twice else frozenset()
         self._readers: OrderedDict[int, SegmentReader] = OrderedDict()
 
     @property
@@ -187,7 +191,7 @@ class Store:
 
     def _place(self, key: SupportsIndex | str) -> tuple[int, int]:
         if isinstance(key, str):
-            if len(self._rows) != len(self._ids) and self._ids.count(key) > 1:
+            if key in self._duplicates:
                 owners = [c.name for c in self.segments if key in c.ids]
                 raise StoreError(
                     problem(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +14,22 @@ from hsformat.contract import Contract
 from hsformat.digests import checksum
 from hsformat.problems import Problem, StoreError, problem
 from hsformat.record import Record
-from hsformat.store.arrays import ArrayFiles, decode_array, is_sharded
-from hsformat.store.backend import Backend
-from hsformat.store.metadata import CommitRecord
+from hsformat.store.arrays import is_sharded, open_array
+from hsformat.store.backend import Source
+from hsformat.store.commit import CommitRecord
 from hsformat.store.verify import file_problems
 
 __all__ = ["SegmentReader"]
 
-A = TypeVar("A")
+_DAMAGED = (ValueError, RuntimeError, SystemError)
+"""What zarr-python and numcodecs raise on damaged bytes: checksums, lengths; Blosc; a size below 0 in its header."""
 
 
 class SegmentReader:
     """Arrays and records of one segment. Keeps opened arrays and decoded small ones; holds no file open."""
 
-    def __init__(self, backend: Backend, contract: Contract, commit: CommitRecord) -> None:
-        self._backend, self._contract, self.commit = backend, contract, commit
+    def __init__(self, source: Source, contract: Contract, commit: CommitRecord) -> None:
+        self._source, self._contract, self.commit = source, contract, commit
         self._specs = commit.array_specs(contract)
         self._files = {name: [k for k in commit.files if k.startswith(f"{name}/")] for name in self._specs}
         self._opened: dict[str, zarr.Array[Any]] = {}
@@ -78,9 +79,9 @@ class SegmentReader:
             As :meth:`record`.
         """
         if is_sharded(name):
-            return self._guarded(name, record, lambda: np.asarray(self._open(name)[rows]))
+            return self._read(name, rows, record)
         if name not in self._small:
-            self._small[name] = self._guarded(name, record, lambda: np.asarray(self._open(name)[...]))
+            self._small[name] = self._read(name, slice(None), record)
         return self._small[name][rows]
 
     def try_read(self, name: str) -> tuple[npt.NDArray[Any] | None, list[Problem]]:
@@ -95,42 +96,44 @@ class SegmentReader:
         """The arrays that the segment has by its contract and commit record."""
         return tuple(self._specs)
 
-    def _guarded(self, name: str, record: str | None, read: Callable[[], A]) -> A:
-        """Run a read of an array; whatever a decoder makes of damaged bytes is a checksum problem."""
-        place = f"{self._backend.location}/{self.commit.prefix}/{name}"
+    def _read(self, name: str, rows: slice, record: str | None) -> npt.NDArray[Any]:
+        place = f"{self._source.location}/{self.commit.prefix}/{name}"
         try:
-            if found := list(file_problems(self._backend, self.commit, keys=self._files[name])):
+            if found := list(file_problems(self._source, self.commit, keys=self._files[name])):
                 raise StoreError(found)
-            return read()
+            return _decode(self._open(name), rows, place)
         except StoreError as e:
             raise StoreError([_of_record(p, record) for p in e.problems]) from e
-        except MemoryError:
-            raise
         except OSError as e:
             got = f"cannot be read: {e.strerror or e}"
             found = [problem("HS503", where=place, got=got, expected="the array as it was written")]
-            raise StoreError([_of_record(p, record) for p in found]) from e
-        except Exception as e:
-            got = f"cannot be decoded: {str(e).partition(chr(10))[0] or type(e).__name__}"
-            found = [problem("HS504", where=place, got=got, expected="bytes as they were written")]
             raise StoreError([_of_record(p, record) for p in found]) from e
 
     def _open(self, name: str) -> zarr.Array[Any]:
         if name not in self._opened:
             prefix = f"{self.commit.prefix}/{name}"
-            where = f"{self._backend.location}/{prefix}"
+            where = f"{self._source.location}/{prefix}"
             entry = self.commit.files.get(f"{name}/zarr.json")
             if entry is None:
                 expected = "every array of the contract"
                 raise StoreError(problem("HS503", where=where, got="not in the commit record", expected=expected))
-            metadata = self._backend.read(f"{prefix}/zarr.json")
+            metadata = self._source.read(f"{prefix}/zarr.json")
             if (actual := checksum(metadata)) != entry.checksum:
                 raise StoreError(problem("HS504", where=f"{where}/zarr.json", got=actual, expected=entry.checksum))
             sizes = {k.removeprefix(f"{name}/"): self.commit.files[k].size for k in self._files[name]}
-            self._opened[name] = decode_array(
-                ArrayFiles(self._backend, prefix, metadata, sizes, where), self._specs[name]
-            )
+            spec, codec = self._specs[name], self._contract.codec
+            self._opened[name] = open_array(self._source, prefix, metadata, sizes, spec, codec)
         return self._opened[name]
+
+
+def _decode(array: zarr.Array[Any], rows: slice, where: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(array[rows])
+    except StoreError:
+        raise
+    except _DAMAGED as e:
+        got = f"cannot be decoded: {str(e).partition(chr(10))[0] or type(e).__name__}"
+        raise StoreError(problem("HS504", where=where, got=got, expected="bytes as they were written")) from e
 
 
 def _of_record(p: Problem, record: str | None) -> Problem:

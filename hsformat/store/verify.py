@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from hsformat.digests import Checksum
 from hsformat.problems import Problem, problem
-from hsformat.store.backend import Backend
-from hsformat.store.metadata import CommitRecord
+from hsformat.store.backend import Source
+from hsformat.store.commit import CommitRecord
 
 __all__ = ["INDEX_ARRAYS", "file_problems", "index_problems"]
 
@@ -21,7 +21,7 @@ _BLOCK = 8 * 1024 * 1024
 
 
 def file_problems(
-    backend: Backend, commit: CommitRecord, *, keys: Collection[str] | None = None, content: bool = False
+    source: Source, commit: CommitRecord, *, keys: Collection[str] | None = None, content: bool = False
 ) -> Iterator[Problem]:
     """Compare files of a segment with its commit record: presence and size, and with ``content`` every byte.
 
@@ -36,10 +36,10 @@ def file_problems(
     """
     for key in commit.files if keys is None else keys:
         entry, path = commit.files[key], f"{commit.prefix}/{key}"
-        where, expected = f"{backend.location}/{path}", f"a file of {entry.size} bytes"
+        where, expected = f"{source.location}/{path}", f"a file of {entry.size} bytes"
         try:
-            size = backend.size(path)
-            actual = _stream_checksum(backend, path, entry.size) if content and size == entry.size else None
+            size = source.size(path)
+            actual = _stream_checksum(source, path, entry.size) if content and size == entry.size else None
         except OSError as e:
             yield problem("HS503", where=where, got=f"cannot be read: {e.strerror or e}", expected=expected)
             continue
@@ -51,10 +51,10 @@ def file_problems(
             yield problem("HS504", where=where, got=actual, expected=entry.checksum)
 
 
-def _stream_checksum(backend: Backend, key: str, size: int) -> str:
+def _stream_checksum(source: Source, key: str, size: int) -> str:
     total = Checksum()
     for start in range(0, size, _BLOCK):
-        total.update(backend.read(key, start, _BLOCK))
+        total.update(source.read(key, start, _BLOCK))
     return str(total)
 
 

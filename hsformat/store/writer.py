@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import ChainMap
 from collections.abc import Iterable, KeysView, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -18,13 +19,23 @@ from hsformat.problems import InvalidRecord, Problem, Severity, StoreError, prob
 from hsformat.record import Record
 from hsformat.store.arrays import check_chunk
 from hsformat.store.backend import Backend
-from hsformat.store.metadata import SEGMENTS, CommitRecord
+from hsformat.store.commit import CommitRecord, load_commit
+from hsformat.store.metadata import SEGMENTS
 from hsformat.store.pending import Pending, make_row, write_segment
 
 __all__ = ["SEGMENT_BYTES", "Writer"]
 
 SEGMENT_BYTES = 256 * 1024 * 1024
 """Default bound of the records that wait in memory for the next segment."""
+
+
+class _Done(NamedTuple):
+    """What a writer has committed up to its last segment; -1: none."""
+
+    segment: int = -1
+    records: int = 0
+    segments: int = 0
+    nbytes: int = 0
 
 
 class Writer:
@@ -37,8 +48,6 @@ class Writer:
     ----------
     contract
         What the store promises.
-    records_committed, segments_committed, bytes_written
-        By this writer so far; bytes on the disk.
     """
 
     def __init__(
@@ -66,10 +75,11 @@ class Writer:
         # Sorts by time of opening; the random half keeps writers apart that open in the same millisecond.
         self._name = f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}"
         self._n = 0
+        self._in_flight: int | None = None
+        self._done = _Done()
         self._pending = Pending(contract, segment_bytes=segment_bytes, chunk_tokens=chunk_tokens)
         self._sources = {i: s for c in commits for i, s in zip(c.ids, c.source_digests, strict=True)}
         self._closed: str | None = None
-        self.records_committed = self.segments_committed = self.bytes_written = 0
 
     @property
     def producer(self) -> Mapping[str, Any] | None:
@@ -87,9 +97,24 @@ class Writer:
         return self._backend.location
 
     @property
+    def records_committed(self) -> int:
+        """Records that this writer has committed so far."""
+        return self._done.records
+
+    @property
+    def segments_committed(self) -> int:
+        """Segments that this writer has committed so far."""
+        return self._done.segments
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes on the disk of what this writer has committed so far."""
+        return self._done.nbytes
+
+    @property
     def ids(self) -> KeysView[str]:
         """Ids committed when the writer was opened, and those appended to it."""
-        return self._sources.keys()
+        return ChainMap[str, Any](self._pending.rows, self._sources).keys()
 
     def source_digest(self, record_id: str) -> str | None:
         """Return the digest of the sample that a known record was made from; None: not recorded.
@@ -99,7 +124,8 @@ class Writer:
         KeyError
             The id is not among :attr:`ids`.
         """
-        return self._sources[record_id]
+        row = self._pending.rows.get(record_id)
+        return self._sources[record_id] if row is None else row.source_digest
 
     def append(self, record: Record) -> list[Problem]:
         """Validate a record and buffer a copy of it; commit first if it would not fit.
@@ -115,9 +141,9 @@ class Writer:
         StoreError
             The segment before it could not be written (HS506), or the record is beyond a limit of the codec (HS501).
         """
-        self._check_open()
+        self._ready()
         problems, stats = check_record(self.contract, record)
-        if isinstance(record.id, str) and record.id in self._sources:
+        if isinstance(record.id, str) and record.id in self.ids:
             problems.append(
                 problem(
                     "HS107",
@@ -127,7 +153,6 @@ class Writer:
                     record=record.id,
                 )
             )
-        problems += _json_problems(record)
         if not _errors(problems):
             problems += self._rescan(record, stats, problems)
         if _errors(problems):
@@ -138,7 +163,6 @@ class Writer:
         if not self._pending.has_room(row):
             self.flush()
         self._pending.add(row, record.hidden)
-        self._sources[row.id] = row.source_digest
         return problems
 
     def _rescan(self, record: Record, stats: dict[str, CaptureStats], known: list[Problem]) -> list[Problem]:
@@ -159,17 +183,17 @@ class Writer:
         Raises
         ------
         StoreError
-            HS506 (error): it could not be written. What was committed before stays; what was buffered is gone, and the
-            writer is closed.
+            HS506 (error): it could not be written, or nobody can tell whether it was. What was committed before stays,
+            what was buffered is gone from memory, and the writer is closed.
         """
-        self._check_open()
+        self._ready()
         if not self._pending:
             return
-        n, self._n = self._n, self._n + 1
+        n = self._in_flight = self._n
+        self._n = n + 1
         prefix = f"{SEGMENTS}/{self._name}-{n}"
-        committed = False
         try:
-            self.bytes_written += write_segment(
+            nbytes = write_segment(
                 self._backend,
                 self.contract,
                 self._pending,
@@ -178,22 +202,45 @@ class Writer:
                 producer=self.producer,
                 chunk_tokens=self._chunk_tokens,
             )
-            committed = True
         except FileExistsError as e:  # a segment of this name: whosever it is, it is left alone
-            raise self._failed(e, prefix) from e
+            self._in_flight = None
+            raise self._failed(e, prefix, committed=False) from e
         except BaseException as e:
-            # A signal may have come after the commit: then the records must not be written again.
-            committed = _is_there(self._backend, f"{prefix}/zarr.json")
-            if not committed:
-                self._backend.discard(prefix)
+            committed = self._settle(n)
             if isinstance(e, OSError):
                 raise self._failed(e, prefix, committed=committed) from e
             raise
-        finally:
-            if committed:
-                self.records_committed += len(self._pending)
-                self.segments_committed += 1
-                self._pending.clear()
+        self._count(n, nbytes)
+
+    def _settle(self, n: int) -> bool | None:
+        """Find out whether a segment in flight is committed: count it then, remove what is there of it otherwise.
+
+        Returns
+        -------
+        None if the disk does not say: nothing is counted and nothing removed. May be called again.
+        """
+        commit, problems = load_commit(self._backend, f"{self._name}-{n}")
+        if commit is not None:
+            self._count(n, commit.nbytes)
+            return True
+        if any(p.code != "HS506" for p in problems):
+            return None
+        try:
+            self._backend.discard(f"{SEGMENTS}/{self._name}-{n}")
+        except OSError:
+            return None
+        self._in_flight = None
+        return False
+
+    def _count(self, n: int, nbytes: int) -> None:
+        """Take the buffered records for committed. A second call makes a signal between two statements good."""
+        done = self._done
+        if done.segment != n:
+            records = done.records + len(self._pending)
+            self._done = _Done(segment=n, records=records, segments=done.segments + 1, nbytes=done.nbytes + nbytes)
+        self._sources.update((i, row.source_digest) for i, row in self._pending.rows.items())
+        self._pending.clear()
+        self._in_flight = None
 
     def close(self) -> None:
         """Commit what is buffered and refuse further records. May be called twice."""
@@ -211,7 +258,8 @@ class Writer:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
+    def _ready(self) -> None:
+        """Refuse a closed writer; settle a segment in flight: the signal may have come after its commit."""
         if self._closed is not None:
             raise StoreError(
                 problem(
@@ -223,24 +271,25 @@ class Writer:
                     severity=Severity.ERROR,
                 )
             )
+        if self._in_flight is not None and self._settle(self._in_flight) is None:
+            e = OSError("the commit was interrupted, and its segment cannot be read")
+            raise self._failed(e, f"{SEGMENTS}/{self._name}-{self._in_flight}", committed=None)
 
-    def _failed(self, e: OSError, prefix: str, *, committed: bool = False) -> StoreError:
-        """Close the writer and say what is lost, what is kept and how to go on."""
+    def _failed(self, e: OSError, prefix: str, *, committed: bool | None) -> StoreError:
+        """Close the writer and say what is lost, what is kept and how to go on; ``committed`` None: not known."""
         self._closed = "closed after a failed write"
-        lost = [] if committed else [r.id for r in self._pending.rows]
-        kept = self.records_committed + (len(self._pending) if committed else 0)
-        if not committed:
-            self._pending.clear()
-        for i in lost:
-            del self._sources[i]
+        lost = list(self._pending.rows)
+        self._pending.clear()
+        fate = "of unknown state, committed or not" if committed is None else "not committed"
         shown = ", ".join(map(repr, lost[:3])) + (", ..." if len(lost) > 3 else "")
         return StoreError(
             problem(
                 "HS506",
                 where=f"{self.path}/{prefix}",
                 severity=Severity.ERROR,
-                got=f"{e.strerror or e}; {len(lost)} record(s) not committed{': ' if lost else ''}{shown}",
-                expected=f"a segment written whole; this writer committed {kept} record(s), which stay",
+                got=f"{e.strerror or e}; {len(lost)} record(s) {fate}{': ' if lost else ''}{shown}",
+                expected="a segment written whole; this writer committed "
+                f"{self.records_committed} record(s), which stay",
                 fix="free space or restore access, then open the store with hs.append and write the records whose ids "
                 "are not in writer.ids",
             )
@@ -249,25 +298,3 @@ class Writer:
 
 def _errors(problems: Iterable[Problem]) -> bool:
     return any(p.severity is Severity.ERROR for p in problems)
-
-
-def _is_there(backend: Backend, key: str) -> bool:
-    try:
-        return backend.size(key) is not None
-    except OSError:
-        return False
-
-
-def _json_problems(record: Record) -> list[Problem]:
-    """HS604 where the provenance holds what JSON cannot say exactly, such as an integer beyond 2**53."""
-    digest: Any = record.source_digest
-    where = f"record {record.id!r}: provenance"
-    try:
-        canonical_json([record.provenance.model_dump(mode="json"), digest])
-        if digest is None or isinstance(digest, str):
-            return []
-        got, where = repr(digest), f"record {record.id!r}: source_digest"
-    except ValueError as e:
-        got = str(e)
-    fix = "give the value as text"
-    return [problem("HS604", where=where, got=got, expected="values that JSON keeps", fix=fix, record=record.id)]

@@ -6,11 +6,13 @@ Nothing that is read is trusted, and everything that is wrong is reported. May i
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from hsformat.contract import Contract
 from hsformat.problems import Problem, StoreError, problem
-from hsformat.store.backend import Backend, backend_for
-from hsformat.store.metadata import load_commit, load_contract, segment_names
+from hsformat.store.backend import CountedSource, Source, backend_for
+from hsformat.store.commit import CommitRecord, load_commit
+from hsformat.store.metadata import load_contract, segment_names
 from hsformat.validate.report import Level, Report, Tick
 from hsformat.validate.segment import SegmentCheck
 
@@ -34,8 +36,8 @@ def validate_store(
 
     Notes
     -----
-    Nothing is raised for what is wrong with the store: a path that is no store is a problem (HS501), too. States are
-    read in blocks, so that memory does not grow with the store.
+    Nothing is raised for what is wrong with the store: a path that is no store is a problem (HS501), too. Segments are
+    read one by one and states in blocks: what memory grows with are ids, of which each must be known once.
     """
     try:
         return run(path, level=Level(level)).problems
@@ -49,58 +51,79 @@ def run(path: str | os.PathLike[str], *, level: Level, tick: Tick = lambda done,
     Parameters
     ----------
     tick
-        Called with bytes read and bytes to read, at levels ``sample`` and ``full``.
+        Called with bytes read and bytes to read in all, an estimate until the end, at levels ``sample`` and ``full``.
 
     Raises
     ------
     StoreError
         HS501, HS502, HS504: there is no root that could be read, so that nothing can be checked.
     """
-    backend = backend_for(path)
-    contract, problems = load_contract(backend)
+    place = backend_for(path)
+    contract, problems = load_contract(place)
     report = Report(store=os.fspath(path), level=level, problems=problems)
-    checks = []
     owners: dict[str, str] = {}
-    for name in segment_names(backend):
-        commit, found = load_commit(backend, name)
-        report.problems += found
+    found: list[_Found] = []
+    for name in segment_names(place):
+        commit, problems = load_commit(place, name)
+        report.problems += problems
         if commit is None:
             continue
-        check = SegmentCheck(backend, contract, commit)
+        check = SegmentCheck(place, contract, commit)
         report.problems += check.structure()
-        report.problems += _duplicates(backend, check, owners)
+        report.problems += _duplicates(place, commit, owners)
         report.segments += 1
         report.records += commit.records
-        checks.append(check)
+        rows = range(commit.records) if level is Level.FULL else _spread(commit.records, SAMPLE_RECORDS)
+        found.append(_Found(name, frozenset(check.unreadable), check.planned(rows, full=level is Level.FULL)))
     if level is not Level.METADATA:
-        _content(checks, report, tick)
+        picked = found if level is Level.FULL else [found[i] for i in _spread(len(found), SAMPLE_SEGMENTS)]
+        _content(place, contract, picked, report, tick)
     return report
 
 
-def _duplicates(backend: Backend, check: SegmentCheck, owners: dict[str, str]) -> list[Problem]:
-    out = []
-    for rid in check.commit.ids:
-        if rid in owners:
-            place = f"{backend.location}/{check.commit.prefix}: record {rid!r}"
-            got, expected = f"an id that segment {owners[rid]} has, too", "one record of each id in a store"
+class _Found(NamedTuple):
+    """A segment as the first pass leaves it: its commit record is read again when its turn comes."""
+
+    name: str
+    unreadable: frozenset[str]
+    planned: int
+
+
+def _duplicates(source: Source, commit: CommitRecord, owners: dict[str, str]) -> list[Problem]:
+    out, name = [], commit.name
+    for rid in commit.ids:
+        if (owner := owners.setdefault(rid, name)) != name:
+            place = f"{source.location}/{commit.prefix}: record {rid!r}"
+            got, expected = f"an id that segment {owner} has, too", "one record of each id in a store"
             out.append(problem("HS107", where=place, got=got, expected=expected, record=rid))
-        owners.setdefault(rid, check.commit.name)
     return out
 
 
-def _content(checks: list[SegmentCheck], report: Report, tick: Tick) -> None:
+def _content(place: Source, contract: Contract, picked: list[_Found], report: Report, tick: Tick) -> None:
     """Full: all records of all segments. Sample: evenly spaced ones, both ends among them."""
     full = report.level is Level.FULL
-    picked = checks if full else [checks[i] for i in _spread(len(checks), SAMPLE_SEGMENTS)]
-    total = sum(c.commit.nbytes for c in picked)
-    for check in picked:
-        rows = range(check.commit.records) if full else _spread(check.commit.records, SAMPLE_RECORDS)
+    done, ahead = 0, sum(f.planned for f in picked)
+    for name, unreadable, planned in picked:
+        ahead -= planned
+
+        def show(n: int, done: int = done, rest: int = ahead, planned: int = planned) -> None:
+            tick(done + n, done + max(n, planned) + rest)
+
+        source = CountedSource(place, show)
+        commit, problems = load_commit(place, name)
+        if commit is None:  # changed since the first pass
+            report.problems += problems
+            continue
+        check = SegmentCheck(source, contract, commit, unreadable)
+        rows = range(commit.records) if full else _spread(commit.records, SAMPLE_RECORDS)
         if full:
             report.problems += check.checksums()
+            report.bytes_checked += source.bytes_read
         report.problems += check.arrays(rows)
         report.records_checked += len(rows)
-        report.bytes_checked += check.commit.nbytes if full else 0
-        tick(report.bytes_checked, total)
+        report.bytes_checked += 0 if full else source.bytes_read
+        done += source.bytes_read
+    tick(done, done)
 
 
 def _spread(n: int, k: int) -> list[int]:

@@ -12,7 +12,7 @@ from hsformat.problems import Problem, Severity
 __all__ = ["Level", "Report", "Tick"]
 
 Tick = Callable[[int, int], None]
-"""Called with bytes read and bytes to read."""
+"""Called with bytes read and bytes to read in all."""
 
 
 class Level(StrEnum):

@@ -98,7 +98,8 @@ def read_commit(folder: Path, *, verify_files: bool) -> Any:
     require(commit.keys() >= COMMIT_MEMBERS, "HS504", f"{folder}: no {COMMIT_MEMBERS - commit.keys()}")
     body = rfc8785.dumps({k: v for k, v in commit.items() if k != "checksum"})
     require(checksum(body) == commit["checksum"], "HS504", f"{folder}: checksum of the commit record (G-1)")
-    named = commit["spec_version"] == "1.0" and folder.name == f"{commit['writer']}-{commit['n']}"
+    require(commit["spec_version"] == "1.0", "HS507", f"{folder}: version {commit['spec_version']} (G-15)")
+    named = folder.name == f"{commit['writer']}-{commit['n']}"
     counted = all(len(commit[name]) == commit["records"] >= 1 for name in PER_RECORD)
     require(named and counted, "HS504", f"{folder}: the commit record contradicts itself or its folder's name")
     for name, entry in commit["files"].items():

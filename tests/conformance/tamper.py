@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from conformance.independent_reader import crc32c
 
 from hsformat.contract import Contract
 from hsformat.digests import canonical_json, checksum, digest_json
@@ -69,6 +70,34 @@ def rewrite_array(store: Path, name: str, edit: Callable[[np.ndarray], np.ndarra
         (folder / name / key).write_bytes(data.tobytes())
         entries[f"{name}/{key}"] = {"size": len(data), "checksum": checksum(data)}
     edit_commit(store, lambda c: c["files"].update(entries))
+
+
+def edit_array(store: Path, name: str, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edit the zarr.json of an array of the first segment, with its entry."""
+    path = segment(store) / name / "zarr.json"
+    data = read_json(path)
+    edit(data)
+    write_json(path, data)
+    list_again(store, f"{name}/zarr.json")
+
+
+def list_again(store: Path, key: str) -> None:
+    """Make the entry of a file of the first segment right again."""
+    content = (segment(store) / key).read_bytes()
+    entry = {"size": len(content), "checksum": checksum(content)}
+    edit_commit(store, lambda c: c["files"].update({key: entry}))
+
+
+def edit_index(store: Path, name: str, edit: Callable[[np.ndarray], None]) -> None:
+    """Edit the index of a shard of the first segment, with its CRC-32C and its entry."""
+    path = segment(store) / name / "c" / "0" / "0"
+    data, meta = path.read_bytes(), read_json(segment(store) / name / "zarr.json")
+    rows = meta["codecs"][0]["configuration"]["chunk_shape"][0]
+    length = 16 * -(-meta["shape"][0] // rows)
+    index = np.frombuffer(data[-length - 4 : -4], "<u8").reshape(-1, 2).copy()
+    edit(index)
+    path.write_bytes(data[: -length - 4] + index.tobytes() + crc32c(index.tobytes()).to_bytes(4, "little"))
+    list_again(store, f"{name}/c/0/0")
 
 
 def flip_byte(path: Path, at: int) -> None:

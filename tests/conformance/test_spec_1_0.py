@@ -17,7 +17,17 @@ import jsonschema
 import ml_dtypes
 import numpy as np
 import pytest
-from conformance.tamper import edit_commit, edit_root, flip_byte, rewrite_array, segment
+import zarr
+from conformance.tamper import (
+    edit_array,
+    edit_commit,
+    edit_index,
+    edit_root,
+    flip_byte,
+    list_again,
+    rewrite_array,
+    segment,
+)
 from factories import digest, tiny_contract, tiny_record
 
 import hsformat as hs
@@ -25,6 +35,7 @@ from hsformat.digests import checksum
 from hsformat.problems import CODES, Problem
 from hsformat.record import Generation, Provenance
 from hsformat.spec.v1_0 import contract_schema, problems_document, rules
+from hsformat.zarr_dtype import BFloat16
 
 ROOT = Path(__file__).parents[2]
 SPEC = (ROOT / "docs" / "spec" / "1.0.md").read_text(encoding="utf-8")
@@ -204,6 +215,11 @@ def positions_that_fall(_store):
     return refused(position_ids=np.array([0, 1, 2, 1, 2, 3, 4]))
 
 
+@breaks("R-7")
+def positions_beyond_63_bits(_store):
+    return refused(position_ids=np.arange(7, dtype=np.uint64) + np.uint64(2**63))
+
+
 @breaks("R-8")
 def one_id_by_two_writers(store):
     first, second = hs.append(store), hs.append(store)  # each knows what was committed when it was opened
@@ -240,6 +256,12 @@ def zero_capture(store):
     rewrite_array(store, "hidden/d1", lambda h: h * 0)
 
 
+@breaks("R-11")
+def capture_of_depth_0_all_zero(_store):
+    captures = [{"depth": d, "norm": "none", "dtype": "bfloat16"} for d in (0, 1, 2, 3, 4)]
+    return refused(contract=tiny_contract(captures=captures), hidden={"d0": np.zeros((7, 8), np.float32)})
+
+
 @breaks("R-12")
 def overflow_of_float16(_store):
     captures = [{"depth": d, "norm": "none", "dtype": "float16"} for d in (1, 2, 3, 4)]
@@ -249,6 +271,16 @@ def overflow_of_float16(_store):
 @breaks("R-12")
 def float8_states(_store):
     return refused(hidden={"d2": np.ones((7, 8), ml_dtypes.float8_e4m3fn)})
+
+
+@breaks("R-14")
+def source_that_is_no_digest(_store):
+    return refused(source_digest="banana")
+
+
+@breaks("R-14")
+def provenance_that_is_none(_store):
+    return refused(provenance={"generation": {"mode": "none"}})
 
 
 @breaks("R-13")
@@ -270,6 +302,26 @@ def commit_record_cut(store):
 @breaks("G-1")
 def commit_record_of_another_segment(store):
     edit_commit(store, lambda c: c.update(n=7))
+
+
+@breaks("G-1")
+def commit_record_without_a_member(store):
+    edit_commit(store, lambda c: c.pop("producer"))
+
+
+@breaks("G-1")
+def provenance_without_a_member(store):
+    edit_commit(store, lambda c: c["provenance"][0]["generation"].pop("seed"))
+
+
+@breaks("G-1")
+def path_that_leads_out(store):
+    edit_commit(store, lambda c: c["files"].update({"a/../../b": {"size": 1, "checksum": checksum(b"x")}}))
+
+
+@breaks("G-15")
+def commit_record_of_another_version(store):
+    edit_commit(store, lambda c: c.update(spec_version="1.1"))
 
 
 @breaks("G-2")
@@ -317,8 +369,17 @@ def two_intact_shards_exchanged(store):  # each ends in its own CRC-32C, so that
 def chunk_damaged_before_its_file_was_listed(store):
     path = segment(store) / "hidden" / "d2" / "c" / "0" / "0"
     flip_byte(path, 40)
-    entry = {"size": path.stat().st_size, "checksum": checksum(path.read_bytes())}
-    edit_commit(store, lambda c: c["files"].update({"hidden/d2/c/0/0": entry}))
+    list_again(store, "hidden/d2/c/0/0")
+
+
+@breaks("G-12")
+def chunk_not_stored(store):
+    edit_index(store, "hidden/d2", lambda index: index.fill(2**64 - 1))
+
+
+@breaks("G-13")
+def index_that_points_outside(store):
+    edit_index(store, "hidden/d2", lambda index: index[0].put(0, 10**6))
 
 
 @breaks("G-5")
@@ -341,14 +402,93 @@ def another_element_type(store):
     rewrite_array(store, "hidden/d2", lambda h: h.astype(np.float16))
 
 
+def metadata_with(array: str, path: str, value: object) -> Callable[[Path], None]:
+    """Return a case that sets, or with ``...`` removes, one member of an array's metadata."""
+
+    def case(store: Path) -> None:
+        edit_array(store, array, lambda meta: put(meta, path, value))
+
+    return case
+
+
+def put(at, path: str, value: object) -> None:
+    *front, name = (int(key) if key.isdigit() else key for key in path.split("."))
+    for key in front:
+        at = at[key]
+    if value is ...:
+        del at[name]
+    else:
+        at[name] = value
+
+
+BIG = {"name": "bytes", "configuration": {"endian": "big"}}
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+CRC = {"name": "crc32c"}
+SHARD = "codecs.0.configuration"
+
+for array, path, value in [
+    ("hidden/d2", "zarr_format", 2),
+    ("hidden/d2", "node_type", "group"),
+    ("hidden/d2", "shape", [26, 8, 1]),
+    ("hidden/d2", "shape", [26, 9]),
+    ("hidden/d2", "shape", ...),
+    ("hidden/d2", "data_type", "uint16"),
+    ("hidden/d2", "data_type", {"name": "bfloat16", "configuration": {"x": 1}}),
+    ("hidden/d2", "chunk_grid.name", "rectangular"),
+    ("hidden/d2", "chunk_grid.configuration.chunk_shape", [512, 8]),
+    ("hidden/d2", "chunk_grid.configuration.chunk_shape", [26, 8]),
+    ("hidden/d2", "chunk_key_encoding", {"name": "v2"}),
+    ("hidden/d2", "chunk_key_encoding.configuration.separator", "."),
+    ("hidden/d2", "codecs", []),
+    ("hidden/d2", "codecs", {"name": "bytes"}),
+    ("hidden/d2", "codecs", [LITTLE, {"name": "blosc", "configuration": {}}, CRC]),
+    ("hidden/d2", "codecs.0.configuration", ...),
+    ("hidden/d2", f"{SHARD}.chunk_shape", [256, 4]),
+    ("hidden/d2", f"{SHARD}.chunk_shape", [0, 8]),
+    ("hidden/d2", f"{SHARD}.chunk_shape", [True, 8]),
+    ("hidden/d2", f"{SHARD}.chunk_shape", [2**40, 8]),
+    ("hidden/d2", f"{SHARD}.chunk_shape", []),
+    ("hidden/d2", f"{SHARD}.index_location", "start"),
+    ("hidden/d2", f"{SHARD}.index_codecs", [LITTLE]),
+    ("hidden/d2", f"{SHARD}.index_codecs", [BIG, CRC]),
+    ("hidden/d2", f"{SHARD}.index_codecs", ...),
+    ("hidden/d2", f"{SHARD}.codecs.0", BIG),
+    ("hidden/d2", f"{SHARD}.codecs.0", {"name": "bytes"}),
+    ("hidden/d2", f"{SHARD}.codecs.1", {"name": "gzip", "configuration": {"level": 1}}),
+    ("hidden/d2", f"{SHARD}.codecs.2", ...),
+    ("hidden/d2", "storage_transformers", [{"name": "x"}]),
+    ("hidden/d2", "surprise", {"name": "x"}),
+    ("input_ids", "chunk_grid.configuration.chunk_shape", [13]),
+    ("input_ids", "codecs.0", BIG),
+    ("input_ids", "codecs.1", ...),
+    ("loss_mask", "codecs.2", ...),
+    ("loss_mask", "codecs.0", BIG),
+    ("loss_mask", "data_type", "int8"),
+    ("stats/d3", "data_type", "float64"),
+    ("token_offsets", "data_type", "uint64"),
+]:
+    breaks("G-7")(metadata_with(array, path, value))
+
+
 @breaks("G-7")
-def chunks_without_checksum(store):
-    path = segment(store) / "loss_mask" / "zarr.json"
-    data = json.loads(path.read_text())
-    data["codecs"] = data["codecs"][:-1]
-    path.write_text(json.dumps(data))
-    entry = {"size": path.stat().st_size, "checksum": checksum(path.read_bytes())}
-    edit_commit(store, lambda c: c["files"].update({"loss_mask/zarr.json": entry}))
+def not_sharded(store):
+    array = np.array(zarr.open_array(segment(store) / "hidden" / "d2", mode="r")[...])
+    shutil.rmtree(segment(store) / "hidden" / "d2")
+    codecs = {"serializer": LITTLE, "compressors": [zarr.codecs.BloscCodec(), zarr.codecs.Crc32cCodec()]}
+    target = zarr.create_array(
+        segment(store) / "hidden" / "d2", shape=array.shape, chunks=array.shape, dtype=BFloat16(), **codecs
+    )
+    target[...] = array
+    for key in ("zarr.json", "c/0/0"):
+        list_again(store, f"hidden/d2/{key}")
+
+
+for text in ("{}", "[]", "null", '{"codecs": []}', "no JSON"):
+
+    @breaks("G-7")
+    def metadata_that_is_none(store, text=text):
+        (segment(store) / "hidden" / "d2" / "zarr.json").write_text(text)
+        list_again(store, "hidden/d2/zarr.json")
 
 
 @breaks("G-11")
@@ -365,6 +505,56 @@ def store(tmp_path) -> Path:
             writer.append(tiny_record(contract, id=f"r{i}", tokens=5 + i, seed=i))
     assert hs.validate_store(path, level="full") == []
     return path
+
+
+def test_every_legal_spelling_is_read(store):
+    """Zarr v3: a name alone is an object without configuration; what is left out has its default."""
+    before = [r.hidden["d2"].tobytes() for r in hs.open(store)]
+    for array, path, value in [
+        ("hidden/d2", "data_type", {"name": "bfloat16"}),
+        ("hidden/d2", "chunk_key_encoding", "default"),
+        ("hidden/d2", "attributes", {"note": [1]}),
+        ("hidden/d2", "dimension_names", ["state", None]),
+        ("hidden/d2", "fill_value", 0),
+        ("hidden/d2", "storage_transformers", []),
+        ("hidden/d2", "surprise", {"must_understand": False}),
+        ("hidden/d2", f"{SHARD}.index_location", ...),
+        ("hidden/d2", f"{SHARD}.codecs.2", "crc32c"),
+        ("hidden/d2", f"{SHARD}.index_codecs.1", {"name": "crc32c", "configuration": {}}),
+        (
+            "hidden/d2",
+            f"{SHARD}.codecs.1.configuration",
+            {"cname": "lz4", "clevel": 9, "shuffle": "noshuffle", "blocksize": 0},
+        ),
+        ("loss_mask", "codecs.0", "bytes"),
+        ("loss_mask", "codecs.0", {"name": "bytes", "configuration": {}}),
+        ("ids", "codecs.0", LITTLE),
+        ("input_ids", "attributes", ...),
+    ]:
+        edit_array(store, array, lambda meta, path=path, value=value: put(meta, path, value))
+    assert hs.validate_store(store, level="full") == []
+    assert [r.hidden["d2"].tobytes() for r in hs.open(store)] == before
+
+
+def test_clauses_are_named(store):
+    edit_array(store, "hidden/d2", lambda m: put(m, f"{SHARD}.index_location", "start"))
+    edit_array(store, "input_ids", lambda m: put(m, "codecs.0", BIG))
+    problems = hs.validate_store(store, level="sample")
+    assert [p.where.rsplit(": ")[-1] for p in problems if p.code == "HS507"] == [
+        "codecs[0].configuration.endian",
+        "codecs[0].configuration.index_location",
+    ]
+
+
+def test_zero_row_of_the_embedding_is_a_note(tmp_path):
+    captures = [{"depth": d, "norm": "none", "dtype": "bfloat16"} for d in (0, 1, 2, 3, 4)]
+    contract = tiny_contract(captures=captures)
+    states = np.ones((7, 8), np.float32)
+    states[[0, 1, 2, 3, 4, 5]] = 0
+    with hs.create(tmp_path / "s", contract) as writer:
+        writer.append(tiny_record(contract, hidden={"d0": states}))
+    problems = hs.validate_store(tmp_path / "s", level="full")
+    assert [(p.code, p.severity) for p in problems] == [("HS202", "note")]
 
 
 MUSTS = {r.id: r for r in rules(SPEC) if r.level == "MUST"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from factories import assert_same_record, tiny_contract
+from factories import assert_same_record, digest, tiny_contract
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,7 +78,7 @@ def records(draw: st.DrawFn, contract: Contract, record_id: str) -> Record:
             for f in contract.fields
         },
         provenance=Provenance(generation=Generation(mode="greedy", max_new_tokens=t)) if generated else None,
-        source_digest=draw(st.none() | st.just("sha256:x")),
+        source_digest=draw(st.none() | st.just(digest("7"))),
     )
 
 

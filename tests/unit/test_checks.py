@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
 from factories import tiny_contract, tiny_record
 
-from hsformat.checks import check_record
+from hsformat.checks import check_record, to_stored, token_range_problem
+from hsformat.dtypes import numpy_dtype
 from hsformat.problems import InvalidRecord, Problem, Severity
 from hsformat.record import Generation, Provenance, Record
 
@@ -57,6 +60,13 @@ def test_states_100_mask_120_is_never_sliced():  # speculators PR#871
         ({"position_ids": np.arange(7)[::-1]}, "HS106"),
         ({"position_ids": np.arange(7) - 1}, "HS106"),
         ({"position_ids": np.arange(7.0)}, "HS106"),
+        ({"position_ids": np.arange(7, dtype=np.uint64) + np.uint64(2**63)}, "HS106"),
+        ({"position_ids": np.arange(7, dtype=np.uint8)[::-1]}, "HS106"),
+        ({"source_digest": "banana"}, "HS604"),
+        ({"source_digest": f"sha256:{'A' * 64}"}, "HS604"),
+        ({"source_digest": f"sha256:{'a' * 64}\n"}, "HS604"),
+        ({"source_digest": 7}, "HS604"),
+        ({"provenance": {"generation": {"mode": "none"}}}, "HS604"),
         ({"id": ""}, "HS107"),
         ({"id": "x" * 1025}, "HS107"),
         ({"id": "\ud800"}, "HS107"),
@@ -122,6 +132,72 @@ def test_all_zero_states_of_unwritten_slots():  # vllm PR#46301, speculators#613
     assert (error.code, error.severity) == ("HS202", Severity.ERROR)
 
 
+def test_zero_rows_of_the_embedding_are_a_note_unless_all_are():
+    captures = [{"depth": d, "norm": "none", "dtype": "bfloat16"} for d in (0, 1, 2, 3, 4)]
+    c = tiny_contract(captures=captures)
+    h = np.ones((7, 8), np.float32)
+    h[1:] = 0
+    (note,) = check(tiny_record(c, hidden={"d0": h}), c)
+    assert (note.code, note.severity) == ("HS202", Severity.NOTE)
+    (error,) = check(tiny_record(c, hidden={"d0": h * 0}), c)
+    assert (error.code, error.severity) == ("HS202", Severity.ERROR)
+    (error,) = check(tiny_record(c, hidden={"d1": h}), c)
+    assert (error.code, error.severity) == ("HS202", Severity.ERROR)
+
+
+def nearest_bfloat16(x: float) -> float:
+    """Round a number once, to nearest, ties to even, in exact arithmetic."""
+    if x == 0 or not np.isfinite(x):
+        return x
+    unit = Fraction(2) ** (max(int(np.frexp(x)[1]), -125) - 8)
+    units = Fraction(x) / unit
+    y = float(np.copysign(float(round(units) * unit), x))  # round() of a fraction is to even
+    return y if abs(y) < 2.0**128 else float(np.copysign(np.inf, x))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_float64_is_rounded_once(order):  # rule R-12
+    rng = np.random.default_rng(0)
+    near = 1 + rng.integers(0, 256, 500) / 256 + rng.choice([-1, 0, 1], 500) * 2.0 ** -rng.integers(20, 52, 500)
+    values = np.concatenate([
+        [1 + 2**-8 + 2**-40, 1 + 2**-8, 1 + 3 * 2**-8, 0.0, -0.0, np.inf, -np.inf, 3.4e38, 1e300, 5e-324, 2.0**-134],
+        near * 2.0 ** rng.integers(-140, 120, 500) * rng.choice([-1, 1], 500),
+        rng.standard_normal(100),
+    ])  # fmt: skip
+    array = np.resize(values, (77, 8)).astype(f"{order}f8")
+    stored = to_stored(C.capture("d2"), array)
+    assert stored[0, 0] == 1.0078125
+    wanted = np.array([nearest_bfloat16(float(x)) for x in array.ravel()]).reshape(array.shape)
+    np.testing.assert_array_equal(stored.astype(np.float64), wanted)
+    np.testing.assert_array_equal(np.signbit(stored), np.signbit(wanted))
+    assert np.isnan(to_stored(C.capture("d2"), np.full((1, 8), np.nan))).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float16", "float32", "bfloat16"])
+def test_any_conversion_is_the_one_of_exact_arithmetic(dtype, stored):
+    rng = np.random.default_rng(1)
+    array = (rng.standard_normal((50, 8)) * 2.0 ** rng.integers(-12, 12, (50, 8))).astype(numpy_dtype(dtype))
+    captures = [{"depth": 4, "norm": "none", "dtype": stored}]
+    capture = tiny_contract(captures=captures, layout={"aux": ["d4"], "last": None}).capture("d4")
+    wanted = array.astype(np.float64)
+    if stored == "bfloat16":
+        wanted = np.vectorize(nearest_bfloat16)(wanted)
+    else:
+        wanted = wanted.astype(stored).astype(np.float64)  # the hardware, or NumPy, rounds once
+    np.testing.assert_array_equal(to_stored(capture, array).astype(np.float64), wanted)
+
+
+def test_token_range_names_the_first_place():
+    assert token_range_problem([0, 99], 100, where="x") is None
+    assert token_range_problem([], 100, where="x") is None
+    p = token_range_problem([5, 100, -1], 100, where="row 3: input_ids", record="a")
+    assert p is not None
+    assert (p.code, p.where, p.got, p.expected, p.record) == (
+        "HS105", "row 3: input_ids[1]", "100 (2 such token(s))", "0 <= id < 100", "a",
+    )  # fmt: skip
+
+
 def test_bfloat16_target_overflows_float16():  # elk#208
     captures = [{"depth": d, "norm": "none", "dtype": "float16"} for d in (1, 2, 3, 4)]
     half = tiny_contract(captures=captures)
@@ -135,6 +211,21 @@ def test_bfloat16_target_overflows_float16():  # elk#208
 def test_float8_without_scales():  # vllm PR#39160
     h = np.ones((7, 8), ml_dtypes.float8_e4m3fn)
     assert codes(tiny_record(C, hidden={"d2": h})) == ["HS207"]
+
+
+@pytest.mark.parametrize("hidden", [None, [np.ones((7, 8))], np.ones((4, 7, 8))])
+def test_captures_without_names(hidden):  # speculators#705: slots have names
+    with pytest.raises(InvalidRecord) as e:
+        Record(id="r0", input_ids=[1], loss_mask=[1], hidden=hidden)
+    assert [p.code for p in e.value.problems] == ["HS109"]
+
+
+def test_masked_and_sparse_arrays():
+    torch = pytest.importorskip("torch")
+    for states in (np.ma.masked_array(np.ones((7, 8))), torch.ones(7, 8).to_sparse(), torch.ones(7, 8, device="meta")):
+        with pytest.raises(InvalidRecord) as e:
+            tiny_record(C, hidden={"d1": states})
+        assert [p.code for p in e.value.problems] == ["HS207"]
 
 
 @pytest.mark.parametrize("changes", [{"input_ids": ["a"]}, {"loss_mask": [[1], [1, 2]]}, {"hidden": {"d1": object()}}])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from factories import assert_same_record, tiny_contract, tiny_record
+from factories import assert_same_record, digest, tiny_contract, tiny_record
 
 import hsformat.store as hs
 from hsformat.contract import Contract
@@ -81,7 +81,7 @@ def test_generated_records_have_one_state_less(tmp_path: Path) -> None:
     provenance = Provenance(generation=Generation(mode="sampled", max_new_tokens=4, temperature=0.7, seed=3))
     states = {k: h[:-1] for k, h in tiny_record(contract, tokens=9).hidden.items()}
     records = [
-        tiny_record(contract, "a", tokens=9, hidden=states, provenance=provenance, source_digest="sha256:x"),
+        tiny_record(contract, "a", tokens=9, hidden=states, provenance=provenance, source_digest=digest("7")),
         tiny_record(contract, "b", tokens=5, seed=1),
         tiny_record(contract, "c", tokens=9, hidden=states, provenance=provenance),
     ]
@@ -166,13 +166,13 @@ def test_segments_are_ordered_by_number_not_by_text(tmp_path: Path) -> None:  # 
 def test_known_ids_are_refused(tmp_path: Path) -> None:
     contract = tiny_contract()
     with hs.create(tmp_path / "s", contract) as writer:
-        writer.append(tiny_record(contract, "a", source_digest="x"))
+        writer.append(tiny_record(contract, "a", source_digest=digest("7")))
         with pytest.raises(InvalidRecord) as e:
             writer.append(tiny_record(contract, "a"))
         assert [(p.code, p.id) for p in e.value.problems] == [("HS107", "a")]
     with hs.append(tmp_path / "s") as writer:
         assert set(writer.ids) == {"a"}
-        assert writer.source_digest("a") == "x"
+        assert writer.source_digest("a") == digest("7")
         with pytest.raises(InvalidRecord):
             writer.append(tiny_record(contract, "a"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from conformance.independent_reader import crc32c
 from factories import assert_same_record, tiny_contract, tiny_record
 
 import hsformat.store as hs
 from hsformat.contract import Contract
 from hsformat.digests import canonical_json, checksum
-from hsformat.problems import StoreError
+from hsformat.problems import ExitCode, StoreError, exit_code
+from hsformat.store.arrays import ArrayFiles
 from hsformat.store.backend import LocalBackend
-from hsformat.store.metadata import load_commit, seal, segment_names
+from hsformat.store.commit import load_commit, seal
+from hsformat.store.metadata import segment_names
 from hsformat.store.segment import SegmentReader
 from hsformat.store.verify import INDEX_ARRAYS, file_problems, index_problems
+from hsformat.validate import validate_store
 
 CONTRACT = tiny_contract()
 RECORDS = [tiny_record(CONTRACT, f"r{i}", tokens=20, seed=i) for i in range(4)]
@@ -199,9 +204,15 @@ def test_damaged_commit_record_refuses_the_store_or_is_skipped(path: Path, raw: 
         (lambda a: a["provenance_index"].__setitem__(0, 3), "HS504"),
         (lambda a: a["files"].update({"../../zarr.json": {"size": 1, "checksum": f"xxh3-128:{0:032x}"}}), "HS504"),
         (lambda a: a["files"].update({"/etc/passwd": {"size": 1, "checksum": f"xxh3-128:{0:032x}"}}), "HS504"),
-        (lambda a: a.update(spec_version="9.0"), "HS502"),
-        (lambda a: a.pop("tokens"), "HS502"),
-        (lambda a: a.update(states=["x"]), "HS502"),
+        (lambda a: a["files"].update({"a//b": {"size": 1, "checksum": f"xxh3-128:{0:032x}"}}), "HS504"),
+        (lambda a: a.update(spec_version="9.0"), "HS507"),
+        (lambda a: a.pop("tokens"), "HS504"),
+        (lambda a: a.update(states=["x"]), "HS504"),
+        (lambda a: a["source_digests"].__setitem__(0, "banana"), "HS504"),
+        (lambda a: a["provenance"][0].pop("template_digest"), "HS504"),
+        (lambda a: a["provenance"][0]["generation"].pop("seed"), "HS504"),
+        (lambda a: a["provenance"].__setitem__(0, "none"), "HS504"),
+        (lambda a: a.update(tokens=[2**52] * 4, states=[2**52] * 4), "HS504"),
     ],
 )
 def test_commit_record_that_contradicts_itself(path: Path, change: Callable[[dict[str, Any]], Any], code: str) -> None:
@@ -250,6 +261,141 @@ def test_uncommitted_segment_is_a_note(path: Path) -> None:
     assert [(p.code, p.severity) for p in store.problems] == [("HS506", "note")]
     with hs.append(path) as writer:
         assert "lost" not in writer.ids
+
+
+def test_segment_of_another_version_is_one_error_and_the_others_are_read(path: Path) -> None:
+    rewrite(path, lambda a: a.update(spec_version="9.0"))
+    with hs.create(path.with_name("other"), CONTRACT) as writer:
+        writer.append(tiny_record(CONTRACT, "later"))
+    later = segment(path.with_name("other"))
+    shutil.copytree(later, path / "segments" / later.name)
+    problems = validate_store(path, level="full")
+    assert [p.code for p in problems if p.severity == "error"] == ["HS507"]
+    assert exit_code(problems) == ExitCode.PROBLEMS
+    assert hs.open(path, damaged="skip").ids == ["later"]
+
+
+def test_what_a_later_writer_adds_is_ignored(path: Path) -> None:
+    def add(a: dict[str, Any]) -> None:
+        a["colour"] = "red"
+        a["files"]["notes/a b.txt"] = {"size": 5, "checksum": checksum(b"hello"), "made": 1}
+        a["files"]["input_ids/c/0"]["level"] = 3
+        a["provenance"][0]["where"] = {"x": 1}
+        a["provenance"][0]["generation"]["beams"] = 4
+
+    (segment(path) / "notes").mkdir()
+    (segment(path) / "notes/a b.txt").write_bytes(b"hello")
+    rewrite(path, add)
+    store = hs.open(path)
+    for record in RECORDS:
+        assert_same_record(store[record.id], record)
+    assert validate_store(path, level="full") == []
+    (segment(path) / "notes/a b.txt").write_bytes(b"Hello")
+    assert [p.code for p in validate_store(path, level="full")] == ["HS504"]
+
+
+def rewrite_index(path: Path, change: Callable[[np.ndarray[Any, Any]], None]) -> None:
+    """Change the index of a shard of 80 states, 16 a chunk, and make all its checksums right again."""
+    file = segment(path) / "hidden/d2/c/0/0"
+    data = file.read_bytes()
+    index = np.frombuffer(data[-84:-4], "<u8").reshape(5, 2).copy()
+    change(index)
+    tail = index.tobytes()
+    data = data[:-84] + tail + struct.pack("<I", crc32c(tail))
+    file.write_bytes(data)
+    entry = {"size": len(data), "checksum": checksum(data)}
+    rewrite(path, lambda a: a["files"].update({"hidden/d2/c/0/0": entry}))
+
+
+@each_codec
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda i: i[1].fill(2**64 - 1), "HS503"),
+        (lambda i: i[:, 0].fill(2**64 - 1), "HS503"),
+        (lambda i: i[4].fill(2**64 - 1), "HS503"),
+        (lambda i: i.fill(0), "HS504"),
+        (lambda i: i[0].put(1, 0), "HS504"),
+        (lambda i: i[1].put(0, 2**63), "HS504"),
+        (lambda i: i[1].put(1, 2**63), "HS504"),
+    ],
+)
+def test_chunk_that_a_shard_leaves_out_is_never_fill_values(path: Path, change: Any, code: str) -> None:
+    rewrite_index(path, change)
+    store = hs.open(path)
+    for record in RECORDS:
+        assert refused(lambda record=record: store[record.id]) == [(code, record.id)]  # type: ignore[misc]
+    assert store.read(0, captures=["d1"]).hidden["d1"].tobytes() == RECORDS[0].hidden["d1"].tobytes()
+    assert code in {p.code for p in validate_store(path, level="full")}
+    assert code in {p.code for p in validate_store(path, level="sample")}
+
+
+def test_defect_of_the_program_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(self: ArrayFiles, key: str) -> int:
+        raise AttributeError("a defect")
+
+    store = hs.open(path)
+    monkeypatch.setattr(ArrayFiles, "_size", defect)
+    with pytest.raises(AttributeError, match="a defect"):
+        store[0]
+
+
+@pytest.mark.parametrize("name", ["hidden/zarr.json", "stats/zarr.json"])
+def test_damaged_group_is_reported(path: Path, name: str) -> None:
+    file = segment(path) / name
+    file.write_bytes(file.read_bytes().replace(b"group", b"Group"))
+    assert [p.code for p in validate_store(path, level="full")] == ["HS504"]
+
+
+def test_any_damage_of_any_file_is_a_problem_and_no_other_exception(path: Path) -> None:
+    """Flipped, cut or grown, with and without checksums made right: nothing else comes out, and no fill values do."""
+    rng = np.random.default_rng(3)
+    record = segment(path) / "zarr.json"
+    good_commit = record.read_bytes()
+    keys = [k for k in json.loads(good_commit)["attributes"]["hsformat"]["files"] if "stats" not in k]
+    found: set[str] = set()
+    for i in range(40):
+        key = keys[int(rng.integers(len(keys)))]
+        file = segment(path) / key
+        good = file.read_bytes()
+        bad = bytearray(good)
+        for _ in range(int(rng.integers(1, 4))):
+            bad[int(rng.integers(len(bad)))] ^= 1 << int(rng.integers(8))
+        bad = [bad, bad[: int(rng.integers(len(bad)))], bad + bytes(3)][i % 3]
+        file.write_bytes(bad)
+        if i % 4:
+            entry = {"size": len(bad), "checksum": checksum(bytes(bad))}
+            rewrite(path, lambda a, key=key, entry=entry: a["files"].update({key: entry}))  # type: ignore[misc]
+        store = hs.open(path)
+        for wanted in RECORDS:
+            try:
+                assert_same_record(store[wanted.id], wanted)
+            except StoreError as e:
+                found.update(p.code for p in e.problems)
+        if i % 5 == 0:
+            validate_store(path, level="full")
+        file.write_bytes(good)
+        record.write_bytes(good_commit)
+    assert {"HS504", "HS505"} <= found <= {"HS101", "HS503", "HS504", "HS505", "HS507"}
+
+
+def test_ids_are_counted_once_where_some_are_duplicates(path: Path) -> None:
+    first, second = hs.append(path), hs.append(path)
+    for writer in (first, second):
+        writer.append(tiny_record(CONTRACT, "twice"))
+        writer.close()
+    store = hs.open(path)
+    assert refused(lambda: store["twice"]) == [("HS107", "twice")]
+    store._ids = Uncounted(store._ids)
+    assert_same_record(store["r2"], RECORDS[2])
+    assert refused(lambda: store["twice"]) == [("HS107", "twice")]
+
+
+class Uncounted(list[str]):
+    """A list that must not be searched."""
+
+    def count(self, _: object) -> int:
+        raise AssertionError("searched")
 
 
 # --- the root

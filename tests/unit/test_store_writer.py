@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from hsformat.record import Record
 from hsformat.store import backend as backend_module
 from hsformat.store import pending, writer
 from hsformat.store.backend import LocalBackend
-from hsformat.store.metadata import segment_names
+from hsformat.store.commit import load_commit
+from hsformat.store.metadata import group_json, root_attribute, segment_names
 
 CONTRACT = tiny_contract()
 RECORDS = [tiny_record(CONTRACT, f"r{i}", seed=i) for i in range(6)]
@@ -124,6 +128,164 @@ def test_interrupt_inside_a_commit_writes_each_record_once(
     assert out.records_committed == 1
 
 
+def test_commit_of_unknown_fate_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, down = LocalBackend.publish, OSError(errno.EIO, "Input/output error")
+
+    def publish(self: LocalBackend, key: str, data: bytes) -> None:
+        real(self, key, data)
+        for method in ("read", "size"):
+            m.setattr(LocalBackend, method, unreachable)
+        raise down
+
+    def unreachable(self: LocalBackend, *_: Any) -> None:
+        raise down
+
+    out = hs.create(tmp_path / "s", CONTRACT)
+    out.append(RECORDS[0])
+    with monkeypatch.context() as m:
+        m.setattr(LocalBackend, "publish", publish)
+        with pytest.raises(StoreError, match="unknown state") as e:
+            out.flush()
+    (p,) = e.value.problems
+    assert (p.code, p.severity) == ("HS506", Severity.ERROR)
+    assert "hs.append" in p.fix
+    assert code_of(lambda: out.append(RECORDS[1])) == "HS506"
+    store = hs.open(tmp_path / "s")
+    assert_same_record(store["r0"], RECORDS[0])
+    with hs.append(tmp_path / "s") as again:
+        assert set(again.ids) == {"r0"}
+
+
+def test_what_is_published_is_not_discarded(tmp_path: Path) -> None:
+    with hs.create(tmp_path / "s", CONTRACT) as out:
+        out.append(RECORDS[0])
+    prefix = hs.open(tmp_path / "s").segments[0].prefix
+    with pytest.raises(FileExistsError):
+        LocalBackend(str(tmp_path / "s")).discard(prefix)
+    assert_same_record(hs.open(tmp_path / "s")[0], RECORDS[0])
+
+
+def test_second_interrupt_writes_each_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first comes after the commit, the second while the writer looks what became of it."""
+    real = LocalBackend.publish
+
+    def publish(self: LocalBackend, key: str, data: bytes) -> None:
+        real(self, key, data)
+        raise KeyboardInterrupt
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    out = hs.create(tmp_path / "s", CONTRACT)
+    out.append(RECORDS[0])
+    with monkeypatch.context() as m:
+        m.setattr(LocalBackend, "publish", publish)
+        m.setattr(writer, "load_commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            out.flush()
+    out.append(RECORDS[1])  # a notebook goes on
+    assert (out.records_committed, list(out.ids)) == (1, ["r0", "r1"])
+    out.close()
+    store = hs.open(tmp_path / "s")
+    assert (store.ids, store.problems) == (["r0", "r1"], [])
+    assert (out.records_committed, out.segments_committed, out.bytes_written) == (2, 2, store.nbytes)
+    for i in range(2):
+        assert_same_record(store[i], RECORDS[i])
+
+
+class InMemory:
+    """A backend without a disk, so that hundreds of stores are written quickly."""
+
+    def __init__(self) -> None:
+        self.location, self.files = "memory", dict[str, bytes]()
+
+    def state(self) -> str:
+        return "folder" if self.files else "absent"
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        if key not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "No such file", key)
+        return self.files[key][start : None if length is None else start + length]
+
+    def size(self, key: str) -> int | None:
+        return len(self.files[key]) if key in self.files else None
+
+    def folders(self, key: str) -> list[str]:
+        return sorted({k.split("/")[1] for k in self.files if k.startswith(f"{key}/") and k.count("/") > 1})
+
+    def write(self, key: str, data: Any) -> None:
+        if key in self.files:
+            raise FileExistsError(errno.EEXIST, "File exists", key)
+        self.files[key] = bytes(data)
+
+    publish = write
+
+    def settle(self, key: str) -> None:
+        pass
+
+    def discard(self, key: str) -> None:
+        assert f"{key}/zarr.json" not in self.files
+        for k in [k for k in self.files if k.startswith(f"{key}/")]:
+            del self.files[k]
+
+
+WRITES = ("append", "flush", "add", "clear", "_reserve", "_ready", "_settle", "_count")
+
+
+def interrupt(at: int) -> Callable[[Any, str, Any], Any]:
+    """Return a trace function that raises KeyboardInterrupt before a line that changes a writer or its buffer."""
+    changing, lines = (hs.Writer, pending.Pending), iter(range(10**9))
+    codes = {f.__code__ for c in changing for n, f in vars(c).items() if n in WRITES and inspect.isfunction(f)}
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code not in codes:
+            return None
+        if event == "line" and next(lines) == at:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_interrupt_before_any_line_stores_each_record_once() -> None:
+    """Whoever catches it goes on with the records whose ids the writer does not know."""
+    contract = tiny_contract(
+        captures=[{"depth": 4, "norm": "none", "dtype": "float32"}], layout={"aux": ["d4"], "last": None}, codec="fast"
+    )
+    records = [tiny_record(contract, f"r{i}", tokens=3 + i, seed=i) for i in range(3)]
+    options: dict[str, Any] = {"chunk_tokens": 4, "segment_bytes": 2 * records[2].nbytes + 100, "producer": None}
+    reached = 0
+    for at in range(10_000):
+        backend = InMemory()
+        backend.publish("zarr.json", group_json(root_attribute(contract)))
+        out, interrupted = hs.Writer(backend, contract, (), **options), False
+        while True:
+            old = sys.gettrace()
+            try:
+                sys.settrace(None if interrupted else interrupt(at))
+                for record in records:
+                    if record.id not in out.ids:
+                        out.append(record)
+                out.flush()
+            except KeyboardInterrupt:
+                interrupted = True
+            else:
+                break
+            finally:
+                sys.settrace(old)
+        commits = [load_commit(backend, name)[0] for name in segment_names(backend)]
+        store = hs.Store(backend, contract, [c for c in commits if c], [])
+        assert sorted(store.ids) == ["r0", "r1", "r2"], at
+        assert (out.records_committed, out.segments_committed) == (3, len(store.segments)), at
+        assert out.bytes_written == store.nbytes
+        for record in records:
+            assert_same_record(store[record.id], record)
+        if not interrupted:
+            reached = at
+            break
+    assert reached > 50
+
+
 def test_segments_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # sglang PR#31926
     hs.create(tmp_path / "s", CONTRACT).close()
     monkeypatch.setattr(writer.secrets, "token_hex", lambda n: "0" * (2 * n))
@@ -138,11 +300,15 @@ def test_segments_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.Monk
     assert_same_record(store[0], RECORDS[0])
 
 
-def test_publish_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_links(self: Path, target: Path) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(backend_module.Path, "hardlink_to", no_links)
+
+
+def test_publish_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_hard_links(monkeypatch)
     with hs.create(tmp_path / "s", CONTRACT) as out:
         out.append(RECORDS[0])
     assert_same_record(hs.open(tmp_path / "s")[0], RECORDS[0])
@@ -191,14 +357,82 @@ def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_creators_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LocalBackend.settle
+    real = backend_module._link_new
 
-    def other_first(self: LocalBackend, key: str) -> None:
-        real(self, key)
-        LocalBackend(str(tmp_path / "s")).publish("zarr.json", b"{}")
+    def rival_first(temporary: Path, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(b"the rival's")
+        real(temporary, path)
 
-    monkeypatch.setattr(LocalBackend, "settle", other_first)
-    assert code_of(lambda: hs.create(tmp_path / "s", CONTRACT)) == "HS501"
+    monkeypatch.setattr(backend_module, "_link_new", rival_first)
+    with pytest.raises(StoreError, match="another process") as e:
+        hs.create(tmp_path / "s", CONTRACT)
+    assert e.value.problems[0].code == "HS501"
+    assert {p.name: p.read_bytes() for p in (tmp_path / "s").iterdir()} == {"zarr.json": b"the rival's"}
+
+
+def test_failure_after_the_root_is_no_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def occupied(backend: LocalBackend) -> None:
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(sys.modules["hsformat.store.create"], "ensure_segments", occupied)
+    with pytest.raises(StoreError, match="segments cannot be created") as e:
+        hs.create(tmp_path / "s", CONTRACT)
+    assert e.value.problems[0].code == "HS501"
+    assert "another process" not in str(e.value)
+
+
+def test_lost_answer_of_a_link_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # NFS
+    real = Path.hardlink_to
+
+    def link(self: Path, target: Path) -> None:
+        real(self, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(backend_module.Path, "hardlink_to", link)
+    with hs.create(tmp_path / "s", CONTRACT) as out:
+        out.append(RECORDS[0])
+    assert hs.open(tmp_path / "s").ids == ["r0"]
+
+
+def test_guard_of_a_writer_that_was_killed_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/.zarr.json.guard").write_bytes(b"")
+    no_hard_links(monkeypatch)
+    hs.create(tmp_path / "s", CONTRACT).close()
+    assert {p.name for p in (tmp_path / "s").iterdir()} == {"zarr.json", "segments"}
+
+
+def test_one_of_many_creators_wins_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_hard_links(monkeypatch)
+    local = LocalBackend(str(tmp_path / "s"))
+
+    def create(i: int) -> bool:
+        try:
+            local.publish("zarr.json", str(i).encode())
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [i for i, ok in enumerate(pool.map(create, range(32))) if ok]
+    assert [str(i).encode() for i in won] == [local.read("zarr.json")]
+    assert [p.name for p in (tmp_path / "s").iterdir()] == ["zarr.json"]
+
+
+def test_a_new_writer_flushes_no_old_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flushes() -> int:
+        calls: list[Path] = []
+        with monkeypatch.context() as m, hs.append(tmp_path / "s") as out:
+            m.setattr(backend_module, "_sync_folder", calls.append)
+            out.append(tiny_record(CONTRACT, f"n{len(hs.open(tmp_path / 's'))}"))
+            out.flush()
+        assert tmp_path / "s/segments" in calls
+        return len(calls)
+
+    hs.create(tmp_path / "s", CONTRACT).close()
+    first = flushes()
+    assert [flushes() for _ in range(3)] == [first] * 3
 
 
 def test_chunk_beyond_two_gigabytes_is_refused(tmp_path: Path) -> None:  # numcodecs#80, zarr-python#487

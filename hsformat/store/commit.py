@@ -1,0 +1,329 @@
+"""The commit record: the JSON that makes a segment exist and says what it holds.
+
+What is read is validated whole and then kept in columns, since a store of thousands of segments has all of its commit
+records in memory: numbers in arrays, digests as bytes, names of files once for all segments that have the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Annotated, Any, NamedTuple, overload
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from hsformat.contract import SPEC_VERSION, Contract
+from hsformat.digests import Digest, canonical_json, checksum
+from hsformat.models import FromList, Frozen
+from hsformat.problems import Problem, problem
+from hsformat.record import Generation, Provenance
+from hsformat.store.arrays import ArraySpec, array_specs
+from hsformat.store.backend import Source
+from hsformat.store.metadata import SEGMENTS, hs_attribute, json_object
+
+__all__ = ["CommitRecord", "FileEntry", "Files", "load_commit", "seal"]
+
+_FILE_KEY = re.compile(r"(?!(.*/)?\.{0,2}(/|\Z))[^\0]+\Z", re.DOTALL)
+"""No part is empty, ``.`` or ``..``: a commit record never leads out of its segment."""
+
+
+class FileEntry(NamedTuple):
+    """Size in bytes and checksum of one file."""
+
+    size: int
+    checksum: str
+
+
+class Files(Mapping[str, FileEntry]):
+    """The files of a segment, by key relative to it: 24 bytes a file, and its name once for all segments."""
+
+    __slots__ = ("_rows", "_sizes", "_sums")
+
+    def __init__(self, files: Mapping[str, FileEntry]) -> None:
+        self._rows = _numbered(tuple(files))
+        self._sizes = array("q", (f.size for f in files.values()))
+        self._sums = b"".join(bytes.fromhex(f.checksum.partition(":")[2]) for f in files.values())
+
+    def __getitem__(self, key: str) -> FileEntry:
+        row = self._rows[key]
+        return FileEntry(self._sizes[row], f"xxh3-128:{self._sums[16 * row : 16 * row + 16].hex()}")
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self._sizes)
+
+
+@lru_cache(maxsize=64)
+def _numbered(keys: tuple[str, ...]) -> dict[str, int]:
+    return {key: row for row, key in enumerate(keys)}
+
+
+class Digests(Sequence[str | None]):
+    """Digests or nulls, 33 bytes each."""
+
+    __slots__ = ("_packed",)
+
+    def __init__(self, digests: Iterable[str | None]) -> None:
+        self._packed = b"".join(bytes(33) if d is None else b"\1" + bytes.fromhex(d.partition(":")[2]) for d in digests)
+
+    def __len__(self) -> int:
+        return len(self._packed) // 33
+
+    @overload
+    def __getitem__(self, i: int) -> str | None: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[str | None]: ...
+
+    def __getitem__(self, i: int | slice) -> str | list[str | None] | None:
+        if isinstance(i, slice):
+            return [self[j] for j in range(len(self))[i]]
+        row = range(len(self))[i]
+        known, *_ = packed = self._packed[33 * row : 33 * row + 33]
+        return f"sha256:{packed[1:].hex()}" if known else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CommitRecord:
+    """What a segment holds: the attribute ``hsformat`` of its ``zarr.json``, which is written last.
+
+    Attributes
+    ----------
+    writer, n
+        Of the segment's name ``<writer>-<n>``.
+    ids, tokens, states
+        Of each record, in order: id, T, S.
+    provenance, provenance_index
+        The distinct provenances, and which of them is each record's.
+    source_digests
+        Of each record: digest of the sample that it was made from, or None.
+    producer
+        What wrote the segment, as JSON; None: not said.
+    files
+        Every file of the segment but the commit record.
+    """
+
+    writer: str
+    n: int
+    ids: tuple[str, ...]
+    tokens: Sequence[int]
+    states: Sequence[int]
+    provenance: tuple[Provenance, ...]
+    provenance_index: Sequence[int]
+    source_digests: Sequence[str | None]
+    producer: Mapping[str, Any] | None
+    files: Files
+
+    @property
+    def name(self) -> str:
+        """The segment's folder name."""
+        return f"{self.writer}-{self.n}"
+
+    @property
+    def prefix(self) -> str:
+        """The key under which the segment's files are."""
+        return f"{SEGMENTS}/{self.name}"
+
+    @property
+    def records(self) -> int:
+        """R, the number of records."""
+        return len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment's files on the disk, its commit record left out."""
+        return self.files.nbytes
+
+    @property
+    def provenances(self) -> tuple[Provenance, ...]:
+        """The provenance of each record, in order."""
+        return tuple(self.provenance[i] for i in self.provenance_index)
+
+    @cached_property
+    def state_starts(self) -> Sequence[int]:
+        """First row of each record in the captures, and their length."""
+        return array("q", accumulate(self.states, initial=0))
+
+    @cached_property
+    def token_starts(self) -> Sequence[int]:
+        """First row of each record in the token arrays, and their length."""
+        return array("q", accumulate(self.tokens, initial=0))
+
+    def array_specs(self, contract: Contract) -> dict[str, ArraySpec]:
+        """Return the arrays that the segment must have, by name."""
+        return array_specs(
+            contract,
+            tokens=sum(self.tokens),
+            states=sum(self.states),
+            records=self.records,
+            id_bytes=sum(len(i.encode()) for i in self.ids),
+            positions="position_ids/zarr.json" in self.files,
+        )
+
+
+def seal(attribute: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a commit record's JSON with its own checksum in it.
+
+    Raises
+    ------
+    ValueError
+        It holds something that JSON cannot say exactly.
+    """
+    return {**attribute, "checksum": checksum(canonical_json(attribute))}
+
+
+def load_commit(source: Source, name: str) -> tuple[CommitRecord | None, list[Problem]]:
+    """Read the commit record of one segment.
+
+    Returns
+    -------
+    The record and no problem; or None and why: HS506 (note) if the segment is not committed, HS507 if its version is
+    not known, HS503 if it cannot be read, HS504 if it is damaged.
+    """
+    key = f"{SEGMENTS}/{name}/zarr.json"
+    where = f"{source.location}/{key}"
+
+    def damaged(got: str, expected: str, code: str = "HS504") -> tuple[None, list[Problem]]:
+        return None, [problem(code, where=where, got=got, expected=expected)]
+
+    try:
+        raw = source.read(key)
+    except FileNotFoundError:
+        place = f"{source.location}/{SEGMENTS}/{name}"
+        return None, [problem("HS506", where=place, got="no commit record", expected="zarr.json")]
+    except OSError as e:
+        return damaged(f"cannot be read: {e.strerror or e}", "the commit record", "HS503")
+    data = json_object(raw)
+    if isinstance(data, str):
+        return damaged(data, "the commit record as JSON")
+    attribute = hs_attribute(data)
+    if attribute is None:
+        return damaged("no attribute 'hsformat'", "the commit record")
+    body = {k: v for k, v in attribute.items() if k != "checksum"}
+    try:
+        actual = checksum(canonical_json(body))
+    except (ValueError, RecursionError) as e:
+        return damaged(str(e), "JSON that has a canonical form")
+    if attribute.get("checksum") != actual:
+        return damaged(actual, f"{str(attribute.get('checksum'))[:80]}, the checksum written with it")
+    if (version := body.get("spec_version")) != SPEC_VERSION:
+        place, got = f"{where}: spec_version", json.dumps(version)[:80]
+        fix = "install a version of hsformat that reads it, or open the store without the segment: damaged='skip'"
+        return None, [problem("HS507", where=place, got=got, expected=SPEC_VERSION, fix=fix)]
+    try:
+        parsed = _CommitJson.model_validate_json(json.dumps(body))
+    except ValidationError as e:
+        return None, [
+            problem(
+                "HS504",
+                where=f"{where}: {'.'.join(map(str, err['loc']))}",
+                got=repr(err["input"])[:80],
+                expected=err["msg"],
+            )
+            for err in e.errors(include_url=False)
+        ]
+    if contradiction := _contradiction(parsed, name):
+        return damaged(contradiction, "a commit record that does not contradict itself")
+    return parsed.columns(), []
+
+
+def _known(model: type[BaseModel], value: Any) -> Any:
+    """Leave out the members that this version does not know (rule S-6), and demand those that it knows."""
+    if not isinstance(value, dict):
+        return value
+    if missing := [name for name in model.model_fields if name not in value]:
+        raise ValueError(f"no member {missing[0]!r}")
+    return {name: value[name] for name in model.model_fields}
+
+
+def _known_provenance(value: Any) -> Any:
+    value = _known(Provenance, value)
+    return {**value, "generation": _known(Generation, value["generation"])} if isinstance(value, dict) else value
+
+
+_Count = Annotated[int, Field(gt=0)]
+_Counts = Annotated[tuple[_Count, ...], FromList]
+_Index = Annotated[int, Field(ge=0)]
+
+
+class _FileJson(Frozen):
+    model_config = ConfigDict(extra="ignore")
+
+    size: Annotated[int, Field(ge=0)]
+    checksum: Annotated[str, Field(pattern=r"^xxh3-128:[0-9a-f]{32}$")]
+
+
+class _CommitJson(Frozen):
+    """A commit record as JSON; members that a later writer adds do not change these."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    writer: str
+    n: _Index
+    records: _Count
+    ids: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], FromList]
+    tokens: _Counts
+    states: _Counts
+    provenance: Annotated[tuple[Annotated[Provenance, BeforeValidator(_known_provenance)], ...], FromList]
+    provenance_index: Annotated[tuple[_Index, ...], FromList]
+    source_digests: Annotated[tuple[Digest | None, ...], FromList]
+    producer: dict[str, Any] | None
+    files: dict[str, _FileJson]
+
+    def columns(self) -> CommitRecord:
+        return CommitRecord(
+            writer=self.writer,
+            n=self.n,
+            ids=self.ids,
+            tokens=array("q", self.tokens),
+            states=array("q", self.states),
+            provenance=tuple(_shared_provenance(p.model_dump_json()) for p in self.provenance),
+            provenance_index=array("q", self.provenance_index),
+            source_digests=Digests(self.source_digests),
+            producer=None if self.producer is None else _shared_json(json.dumps(self.producer)),
+            files=Files({k: FileEntry(f.size, f.checksum) for k, f in self.files.items()}),
+        )
+
+
+@lru_cache(maxsize=64)
+def _shared_provenance(text: str) -> Provenance:
+    return Provenance.model_validate_json(text)
+
+
+@lru_cache(maxsize=64)
+def _shared_json(text: str) -> Any:
+    return json.loads(text)
+
+
+def _contradiction(c: _CommitJson, name: str) -> str | None:
+    per_record = (c.ids, c.tokens, c.states, c.provenance_index, c.source_digests)
+    if f"{c.writer}-{c.n}" != name:
+        return f"the commit record of segment {c.writer}-{c.n}"
+    if any(len(values) != c.records for values in per_record):
+        return f"{c.records} records and lists of {sorted({len(v) for v in per_record})} entries"
+    if max(c.provenance_index) >= len(c.provenance):
+        return f"provenance_index {max(c.provenance_index)} of {len(c.provenance)} provenances"
+    if any(s not in (t, t - 1) for s, t in zip(c.states, c.tokens, strict=True)):
+        return "a record whose number of states is neither that of its tokens nor one less"
+    if max(sum(c.tokens), sum(f.size for f in c.files.values())) >= 2**53:
+        return "lengths beyond 2**53"
+    if len(set(c.ids)) != c.records:
+        return "one id twice"
+    if bad := next((k for k in c.files if not _FILE_KEY.match(k)), None):
+        return f"a file {bad[:80]!r}"
+    return None
