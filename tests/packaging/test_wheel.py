@@ -26,7 +26,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
         names = z.namelist()
     tops = {n.split("/")[0] for n in names}
     assert tops == {"hsformat", "hsformat_extractors", wheel.name.rsplit("-", 3)[0] + ".dist-info"}
-    assert "hsformat/py.typed" in names
+    assert {"hsformat/py.typed", "hsformat/testing/__init__.py", "hsformat/testing/strategies.py"} <= set(names)
     assert not [n for n in names if "test" in n.lower() and not n.startswith("hsformat/testing")]
 
 
