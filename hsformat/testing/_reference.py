@@ -37,7 +37,8 @@ class Reference:
             message = f"reference states need {e.name}: pip install 'hsformat[transformers]'"
             raise ModuleNotFoundError(message, name=e.name) from e
         self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        load: Any = AutoModelForCausalLM.from_pretrained  # without types of its own
+        self._model = load(folder, dtype=torch.float32).eval()
         self._known: dict[bytes, tuple[dict[str, npt.NDArray[np.float32]], npt.NDArray[np.float32]]] = {}
 
     def states(self, input_ids: npt.NDArray[Any]) -> dict[str, npt.NDArray[np.float32]]:
@@ -48,9 +49,7 @@ class Reference:
         """Return [T, V]."""
         return self._run(input_ids)[1]
 
-    def _run(
-        self, input_ids: npt.NDArray[Any]
-    ) -> tuple[dict[str, npt.NDArray[np.float32]], npt.NDArray[np.float32]]:
+    def _run(self, input_ids: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[np.float32]], npt.NDArray[np.float32]]:
         ids = np.ascontiguousarray(input_ids, np.int64)
         if ids.tobytes() not in self._known:
             self._known[ids.tobytes()] = self._forward(ids)

@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 
 def base() -> Json:
-    """Return the contract that the cases begin with: 4 layers, hidden size 8, captures d1 to d4, layout d1 d2 d3 / d4."""
+    """Return the contract that the cases begin with: 4 layers, hidden size 8, captures d1 to d4, last d4."""
     return tiny_contract().to_json()
 
 
@@ -61,7 +61,10 @@ def _valid_contracts() -> Iterator[tuple[str, Json]]:
     yield "aux in another order", edited("layout.aux", ["d3", "d1"])
     yield "aux is last, too", edited("layout.aux", ["d4"])
     yield "last after the final norm", edited("layout.last", "d4n", edited("captures", [*base()["captures"], NORMED]))
-    yield "softcap and scale", edited("target.head", {"bias": True, "softcap": 30.0, "scale": 0.0625, "padded_vocab": 128})
+    yield (
+        "softcap and scale",
+        edited("target.head", {"bias": True, "softcap": 30.0, "scale": 0.0625, "padded_vocab": 128}),
+    )
     yield "quantised target", edited("target.quantization", "fp8")
     yield "no rope", edited("target.rope", [])
     yield "two kinds of rope", edited("target.rope", [SLIDING, YARN])
@@ -144,10 +147,14 @@ def digests() -> Iterator[Json]:
         means["target"]["rope"].sort(key=lambda r: str(r["applies_to"]))
         yield {"name": name, "contract": contract, "digest": sha(whole), "compatibility_digest": sha(means)}
     for name, value, canonical in (
-        ("members are sorted by UTF-16", {"\u20ac": 1, "\U0001f600": 2, "\ufb33": 3}, '{"€":1,"😀":2,"דּ":3}'),
+        (
+            "members are sorted by UTF-16",
+            {"\u20ac": 1, "\U0001f600": 2, "\ufb33": 3},
+            '{"\u20ac":1,"\U0001f600":2,"\ufb33":3}',
+        ),
         ("whole numbers have no fraction", [1.0, 1e21, -0.0, 4.5], "[1,1e+21,0,4.5]"),
         ("shortest form", [1e-7, 0.1, 1e-5, 5e-324], "[1e-7,0.1,0.00001,5e-324]"),
-        ("escapes", ["\u0000\n\"\\/é"], '["\\u0000\\n\\"\\\\/é"]'),
+        ("escapes", ['\u0000\n"\\/é'], '["\\u0000\\n\\"\\\\/é"]'),
     ):
         text = canonical.encode()
         yield {"name": name, "json": value, "canonical_hex": text.hex(),
@@ -178,7 +185,9 @@ def array(x: Any) -> Json:
     return {"dtype": x.dtype.name, "shape": list(x.shape), "hex": x.tobytes().hex()}
 
 
-def _states(value: float | None = None, *, dtype: str = "bfloat16", shape: tuple[int, int] = (4, 2), at: int = 3) -> Json:
+def _states(
+    value: float | None = None, *, dtype: str = "bfloat16", shape: tuple[int, int] = (4, 2), at: int = 3
+) -> Json:
     x = np.arange(1, 1 + shape[0] * shape[1], dtype=np.float32).reshape(shape)
     if value is not None:
         x.flat[at] = value
@@ -216,10 +225,17 @@ def records() -> Iterator[Json]:
     yield case("negative zero and the smallest number", [], hidden(d3=_states(-0.0)))
     yield case("largest number of bfloat16", [], hidden(d3=_states(3.3895313892515355e38)))
     yield case("given, T - 1 states", ["HS101"], {"hidden": short})
-    yield case("generated, T - 2 states", ["HS101"], {"provenance": _greedy(r), "hidden": record(small, states=2)["hidden"]})
+    yield case(
+        "generated, T - 2 states", ["HS101"], {"provenance": _greedy(r), "hidden": record(small, states=2)["hidden"]}
+    )
     yield case("mask too long", ["HS101"], {"loss_mask": [0, 0, 1, 1, 1]})
     yield case("one capture shorter", ["HS101"], hidden(d4=_states(shape=(3, 2))))
-    yield case("field of another shape", ["HS101"], {"fields": {**record(fielded)["fields"], "score": array(np.ones(3, np.int16))}}, fielded)
+    yield case(
+        "field of another shape",
+        ["HS101"],
+        {"fields": {**record(fielded)["fields"], "score": array(np.ones(3, np.int16))}},
+        fielded,
+    )
     yield case("no state", ["HS102"], {"hidden": record(small, states=0)["hidden"]})
     yield case("nothing supervised", ["HS103"], {"loss_mask": [0, 0, 0, 0]})
     yield case("mask of 2", ["HS104"], {"loss_mask": [0, 0, 1, 2]})
@@ -305,8 +321,8 @@ def captures() -> Iterator[Json]:
     """Yield keys with depth and norm; null where the text is no key."""
     for key, parsed in {
         "d0": [0, "none"], "d15": [15, "none"], "d30n": [30, "final"], "d100": [100, "none"], "d0n": [0, "final"],
-        "15": None, "d": None, "d01": None, "d-1": None, "d1N": None, "D1": None, "d1n ": None, "d1\n": None, "d1.0": None,
-        "d\u0661": None, "": None,
+        "15": None, "d": None, "d01": None, "d-1": None, "d1N": None, "D1": None, "d1n ": None, "d1\n": None,
+        "d1.0": None, "d\u0661": None, "": None,
     }.items():  # fmt: skip
         yield {"name": json.dumps(key), "key": key, "depth": parsed and parsed[0], "norm": parsed and parsed[1]}
 

@@ -96,9 +96,9 @@ class ExtractorConformance:
     def tolerance(self, dtype: str, depth: int, num_layers: int) -> float:
         """Return the allowed relative L2 error of a row, against float32.
 
-        The defaults leave room above what Transformers itself shows, and grow with the square root of the depth. Seen on
-        SmolLM2-135M, 30 layers, CPU: float32 1.5e-6; float16 8.1e-3; bfloat16 0.085, and 0.19 in one row of depth 10,
-        where a massive activation arises.
+        The defaults leave room above what Transformers itself shows, and grow with the square root of the depth. Seen
+        on SmolLM2-135M, 30 layers, CPU: float32 1.5e-6; float16 8.1e-3; bfloat16 0.085, and 0.19 in one row of depth
+        10, where a massive activation arises.
         """
         del num_layers
         return {"float32": 5e-6, "float16": 8e-3, "bfloat16": 6e-2}[dtype] * float(np.sqrt(1 + depth))
@@ -193,7 +193,9 @@ class ExtractorConformance:
             assert h.shape == want.shape, f"{record.id}: {key} is {list(h.shape)}, not {list(want.shape)}"
             error = row_errors(h, want)
             worst, limit = int(error.argmax()), self.tolerance(dtype, parse_capture_key(key)[0], num_layers)
-            assert error[worst] <= limit, f"{record.id}: {key} row {worst}: relative error {error[worst]:.2g} > {limit:.2g}"
+            assert error[worst] <= limit, (
+                f"{record.id}: {key} row {worst}: relative error {error[worst]:.2g} > {limit:.2g}"
+            )
 
     # The tests.
 
@@ -317,8 +319,7 @@ class ExtractorConformance:
             "long": (long.input_ids, "HS106"),
         }
         wrong = [
-            TokenSample(id=name, input_ids=ids, loss_mask=np.ones(len(ids), np.uint8))
-            for name, (ids, _) in bad.items()
+            TokenSample(id=name, input_ids=ids, loss_mask=np.ones(len(ids), np.uint8)) for name, (ids, _) in bad.items()
         ]
         good = self.samples(5, 6)
         out = self.extract(self.request(), [wrong[0], good[0], *wrong[1:], good[1]])

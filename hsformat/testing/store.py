@@ -245,7 +245,7 @@ class StoreConformance:
         run()
 
     def test_everything_is_durable_before_the_commit(self) -> None:
-        """Of each segment: all writes, then ``settle``, then ``publish`` of its ``zarr.json``, and no write after it."""
+        """Of each segment: all writes, then ``settle``, then ``publish`` of its ``zarr.json``, and nothing after it."""
         spy = Spy(self.fresh()())
         _write(spy)
         published = [(i, key) for i, (name, key) in enumerate(spy.calls) if name == "publish" and key.count("/") == 2]

@@ -214,9 +214,7 @@ def record_lists(
 
 
 @st.composite
-def token_samples(
-    draw: st.DrawFn, *, vocab_size: int = 100, max_tokens: int = 30, prompt: bool = False
-) -> TokenSample:
+def token_samples(draw: st.DrawFn, *, vocab_size: int = 100, max_tokens: int = 30, prompt: bool = False) -> TokenSample:
     """Draw what preparation hands to an extractor; with ``prompt`` nothing is supervised, since the target answers."""
     tokens = draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=max_tokens))
     mask = np.zeros(len(tokens), np.uint8)

@@ -113,7 +113,10 @@ def test_testing_without_its_extra_names_the_command(missing):
         ("import hsformat; hsformat.open; hsformat.validate_store", {"torch", "transformers"}),
         ("import hsformat_extractors.transformers", {"torch", "transformers"}),
         ("import hsformat.cli", {"torch", "transformers", "hypothesis", "pytest"}),
-        ("import hsformat.validate, hsformat.extraction, hsformat.prepare", {"hypothesis", "pytest", "hsformat.testing"}),
+        (
+            "import hsformat.validate, hsformat.extraction, hsformat.prepare",
+            {"hypothesis", "pytest", "hsformat.testing"},
+        ),
         ("import hsformat.testing", {"torch", "transformers"}),
     ],
 )

@@ -19,9 +19,7 @@ def test_round_trip(data: st.DataObject) -> None:
     segments, writers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     chunk_tokens = data.draw(st.sampled_from((1, 7, 256)))
     with tempfile.TemporaryDirectory() as folder:
-        path = build_store(
-            Path(folder) / "s", contract, written, segments, writers=writers, chunk_tokens=chunk_tokens
-        )
+        path = build_store(Path(folder) / "s", contract, written, segments, writers=writers, chunk_tokens=chunk_tokens)
         store = hs.open(path, understands=[f.name for f in contract.fields])
         assert sorted(store.ids) == sorted(r.id for r in written)
         if writers == 1:
