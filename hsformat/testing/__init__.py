@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as e:
     raise ModuleNotFoundError(f"hsformat.testing needs {e.name}: pip install 'hsformat[testing]'", name=e.name) from e
 
-pytest.register_assert_rewrite("hsformat.testing.extractor", "hsformat.testing.store")
+pytest.register_assert_rewrite(*(f"hsformat.testing.{name}" for name in ("_harness", "extractor", "store")))
 
 from hsformat.testing.broken import BREAKS, Break, broken_records
 from hsformat.testing.builders import assert_same_record, build_store, digest, tiny_contract, tiny_record

@@ -185,6 +185,7 @@ class StoreConformance:
                 t.join()
             stop.set()
             reader.join()
+            assert won.total() == 1, f"{won.total()} publishers were told that they were first"
             (winner,) = won.elements()
             whole = bytes([winner]) * MIB
             assert seen <= {whole}, "a part of an object, or two objects in turn, were seen"

@@ -16,7 +16,7 @@ from hsformat.extraction.protocol import Rejected
 from hsformat.layout import parse_capture_key
 from hsformat.record import Generation, Record, TokenSample
 from hsformat.testing import ExtractorConformance
-from hsformat.testing.extractor import GIVEN
+from hsformat.testing._harness import GIVEN
 from hsformat_extractors.transformers import TransformersExtractor
 
 TINY_LLAMA = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -77,6 +77,9 @@ class Misbehaving(TransformersExtractor):
     def spoil(self, found: Any) -> Any:
         return self.spoil_record(found) if isinstance(found, Record) else found
 
+    def spoil_record(self, record: Record) -> Record:
+        return record
+
 
 def changed(record: Record, **changes: Any) -> Record:
     return Record(**{**{name: getattr(record, name) for name in Record.__slots__}, **changes})
@@ -129,8 +132,7 @@ class UnnormedLast(OtherCaptures):  # Model-Optimizer PR#1846
 
 
 class CaptureTooMany(OtherCaptures):
-    def spoil_record(self, record):
-        return record
+    spoil_record = Misbehaving.spoil_record
 
 
 class NeighboursRows(Misbehaving):

@@ -90,7 +90,7 @@ class PublishInPlace(LocalBackend):
         with path.open("xb") as f:
             f.write(data[: len(data) // 2])
             f.flush()
-            time.sleep(0.002)
+            time.sleep(0.05)  # long enough to be seen
             f.write(data[len(data) // 2 :])
 
 
@@ -100,7 +100,7 @@ class CheckThenWrite(LocalBackend):
     def publish(self, key, data):
         if self.size(key) is not None:
             raise FileExistsError(key)
-        time.sleep(0.002)
+        time.sleep(0.05)  # long enough to be seen
         PublishOverwrites.publish(self, key, data)
 
 
