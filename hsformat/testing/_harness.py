@@ -84,11 +84,11 @@ class Harness:
         """Return the allowed relative L2 error of a row, against float32.
 
         The defaults leave room above what Transformers itself shows, and grow with the square root of the depth. Seen
-        on SmolLM2-135M, 30 layers, CPU: float32 1.5e-6; float16 8.1e-3; bfloat16 0.085, and 0.19 in one row of depth
-        10, where a massive activation arises.
+        on SmolLM2-135M, 30 layers, CPU, random ids: float32 1.5e-6, float16 8.1e-3, bfloat16 0.085; and in single rows
+        where a massive activation arises 2.6e-5 in float32 (depth 12) and 0.19 in bfloat16 (depth 10).
         """
         del num_layers
-        return {"float32": 5e-6, "float16": 8e-3, "bfloat16": 6e-2}[dtype] * float(np.sqrt(1 + depth))
+        return {"float32": 3e-5, "float16": 8e-3, "bfloat16": 6e-2}[dtype] * float(np.sqrt(1 + depth))
 
     # Machinery.
 
