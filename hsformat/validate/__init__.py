@@ -5,11 +5,10 @@ Nothing that is read is trusted, and everything that is wrong is reported. May i
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 from hsformat.problems import Problem, StoreError, problem
-from hsformat.store.backend import Backend, backend_for
+from hsformat.store.backend import Backend, Place, backend_for
 from hsformat.store.metadata import load_commit, load_contract, segment_names
 from hsformat.validate.report import Level, Report, Tick
 from hsformat.validate.segment import SegmentCheck
@@ -22,7 +21,7 @@ SAMPLE_RECORDS = 4
 
 
 def validate_store(
-    path: str | os.PathLike[str], *, level: Level | Literal["metadata", "sample", "full"] = Level.SAMPLE
+    path: Place, *, level: Level | Literal["metadata", "sample", "full"] = Level.SAMPLE
 ) -> list[Problem]:
     """Return every problem of a store; an empty list, or notes and warnings alone, mean that it is valid.
 
@@ -43,7 +42,7 @@ def validate_store(
         return e.problems
 
 
-def run(path: str | os.PathLike[str], *, level: Level, tick: Tick = lambda done, total: None) -> Report:
+def run(path: Place, *, level: Level, tick: Tick = lambda done, total: None) -> Report:
     """Validate and return the problems with counts of what was looked at.
 
     Parameters
@@ -58,7 +57,7 @@ def run(path: str | os.PathLike[str], *, level: Level, tick: Tick = lambda done,
     """
     backend = backend_for(path)
     contract, problems = load_contract(backend)
-    report = Report(store=os.fspath(path), level=level, problems=problems)
+    report = Report(store=backend.location, level=level, problems=problems)
     checks = []
     owners: dict[str, str] = {}
     for name in segment_names(backend):
