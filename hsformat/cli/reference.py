@@ -43,7 +43,7 @@ class CliOption:
 
 def cli_commands() -> dict[str, Callable[..., Any]]:
     """Return the functions of all commands by name, in the order in which help lists them."""
-    from hsformat.cli import app
+    from hsformat.cli.commands import app
 
     found = {}
     for info in app.registered_commands:
