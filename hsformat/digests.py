@@ -11,6 +11,7 @@ Imports nothing of hsformat.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,7 +35,19 @@ def canonical_json(value: Any) -> bytes:
     ValueError
         A number is not finite or is an integer beyond 2**53, which JSON readers do not keep exactly.
     """
+    if _is_plain(value):  # the C encoder then writes the same bytes, several times faster
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
     return rfc8785.dumps(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is of text, lists and objects with ASCII keys alone: numbers and other keys differ."""
+    kind = type(value)
+    if kind is str:
+        return True
+    if kind is dict:
+        return all(type(k) is str and k.isascii() and _is_plain(v) for k, v in value.items())
+    return kind is list and all(_is_plain(v) for v in value)
 
 
 def digest_json(value: Any) -> str:

@@ -1,7 +1,7 @@
 """From a file to token samples: the one place that counts, drops and truncates.
 
-Streaming: memory does not grow with the file but for two 16-byte digests a row, by which copies and conflicting ids are
-found. This module may import ``problems``, ``record`` and the other modules of this package.
+Streaming: memory does not grow with the file but for two 16-byte digests a row (or turn), by which copies and
+conflicting ids are found. This module may import ``problems``, ``record`` and the other modules of this package.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def prepare(
     max_length: int | None,
     for_generation: bool,
     reserve: int = 0,
+    explode_turns: bool = False,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Preparation:
-    """Return the samples of a JSON Lines file, to be iterated; nothing is read but its first line.
+    """Return the samples of a file or a dataset on disk, to be iterated; nothing is read but its beginning.
 
     Parameters
     ----------
     path
-        Rows of ``messages`` (and ``tools``), or of ``input_ids`` and ``loss_mask``.
+        Of a kind that ``rows`` lists; rows of ``messages`` or ``conversations``, or of ``input_ids`` and ``loss_mask``.
     tokenizer
         The target's own (:func:`hsformat.prepare.tokenizer.load_tokenizer`).
     vocab_size
@@ -55,6 +56,11 @@ def prepare(
         than ``max_length - reserve`` is dropped, not cut.
     reserve
         Room for tokens to be generated.
+    explode_turns
+        One sample an assistant turn, as it is served: what the template renders for the turns before it and the
+        generation prompt, then the turn, which alone is supervised. Its id is ``<id>#<n>``, n counted from 0. Turns
+        after the last assistant turn are left out, or are the last prompt for generation. Rows of token ids, in which
+        turns cannot be told apart, stay as they are.
     template_kwargs
         Variables for the chat template, such as ``{"enable_thinking": False}``; JSON values.
 
@@ -63,7 +69,8 @@ def prepare(
     ForeignFileError
         HS602, HS603: the file cannot be read at all.
     HsError
-        HS303: a template argument that is none. HS102: ``max_length`` leaves no room.
+        HS410: pyarrow is needed and missing. HS303: a template argument that is none. HS102: ``max_length`` leaves no
+        room.
     """
     if max_length is not None and (max_length <= 0 or (for_generation and max_length <= reserve)):
         raise HsError(problem("HS102", where="max_length", got=f"{max_length}, of which {reserve} are reserved",
@@ -76,6 +83,7 @@ def prepare(
         max_length=max_length,
         for_generation=for_generation,
         reserve=reserve,
+        explode_turns=explode_turns,
         template_kwargs=template_kwargs or {},
     )
 
@@ -98,6 +106,7 @@ class Preparation:
         max_length: int | None,
         for_generation: bool,
         reserve: int,
+        explode_turns: bool,
         template_kwargs: dict[str, Any],
     ) -> None:
         self._path = path
@@ -106,6 +115,7 @@ class Preparation:
         self._max_length = max_length
         self._for_generation = for_generation
         self._reserve = reserve
+        self._explode_turns = explode_turns
         self._template_kwargs = template_kwargs
         self.summary = Summary(source=str(path), for_generation=for_generation)
 
@@ -114,35 +124,54 @@ class Preparation:
         contents: dict[bytes, bytes] = {}
         for row in read_rows(self._path):
             summary.rows += 1
-            match self._outcome(row, contents, summary):
-                case TokenSample() as sample:
-                    summary.samples += 1
-                    summary.tokens += len(sample)
-                    summary.supervised += int(sample.loss_mask.sum())
-                    yield sample
-                case str() as reason:
-                    summary.dropped[reason] += 1
-                case problems:
-                    summary.reject(problems)
+            summary.more_turns -= 1
+            for outcome in self._outcomes(row, contents, summary):
+                summary.more_turns += 1
+                match outcome:
+                    case TokenSample() as sample:
+                        summary.samples += 1
+                        summary.tokens += len(sample)
+                        summary.supervised += int(sample.loss_mask.sum())
+                        yield sample
+                    case str() as reason:
+                        summary.dropped[reason] += 1
+                    case problems:
+                        summary.reject(problems)
 
-    def _outcome(self, row: Row | Problem, contents: dict[bytes, bytes], summary: Summary) -> _Outcome:
-        if isinstance(row, Problem):
-            return [row]
-        item = parse_row(row)
+    def _outcomes(self, row: Row | Problem, contents: dict[bytes, bytes], summary: Summary) -> Iterator[_Outcome]:
+        """Yield what a row gives: one outcome, or with ``explode_turns`` one an assistant turn."""
+        item = [row] if isinstance(row, Problem) else parse_row(row)
         if isinstance(item, list):
-            return item
+            yield item
+            return
         summary.ignore(item.ignored)
-        key = hashlib.sha256(item.id.encode()).digest()[:16]
-        known = contents.setdefault(key, b"")
-        if known == item.content:
-            return "duplicate"
-        if known:
-            return [problem("HS107", where=item.where, got="other content than an earlier row of this id",
-                            expected="one row an id", record=item.id)]  # fmt: skip
-        contents[key] = item.content
-        if isinstance(item, Conversation):
-            return self._prompt(item, summary) if self._for_generation else self._conversation(item, summary)
-        return self._token_prompt(item, summary) if self._for_generation else self._training(item, item, summary)
+        if (known := _known(item, contents)) is not None:
+            yield known
+        elif isinstance(item, TokenRow):
+            yield self._token_prompt(item, summary) if self._for_generation else self._training(item, item, summary)
+        elif self._explode_turns:
+            yield from self._turns(item, contents, summary)
+        else:
+            yield self._prompt(item, summary) if self._for_generation else self._conversation(item, summary)
+
+    def _turns(self, item: Conversation, contents: dict[bytes, bytes], summary: Summary) -> Iterator[_Outcome]:
+        roles = [m["role"] for m in item.messages]
+        ends = [i for i, role in enumerate(roles) if role == "assistant"]
+        if self._for_generation:
+            ends = [i for i in range(1, len(roles) + 1)
+                    if roles[i - 1] in ("user", "tool") and roles[i : i + 1] in ([], ["assistant"])]  # fmt: skip
+        if not ends:
+            yield "no-user-turn" if self._for_generation else "no-assistant-turn"
+        for n, i in enumerate(ends):
+            turn = replace(item, id=f"{item.id}#{n}", content=item.content[:12] + n.to_bytes(4, "big"),
+                           messages=item.messages[: i + 1])  # fmt: skip
+            if (known := _known(turn, contents)) is not None:
+                yield known
+            elif self._for_generation:
+                yield self._prompt(turn, summary)
+            else:
+                rendered = self._renderer.turn(turn)
+                yield [rendered] if isinstance(rendered, Problem) else self._training(turn, rendered, summary)
 
     def _conversation(self, item: Conversation, summary: Summary) -> _Outcome:
         if all(m["role"] != "assistant" for m in item.messages):
@@ -219,3 +248,15 @@ class Preparation:
             loss_mask=np.array(made.loss_mask, np.uint8),
             provenance=provenance,
         )
+
+
+def _known(item: Conversation | TokenRow, contents: dict[bytes, bytes]) -> _Outcome | None:
+    """Return why an item of an id met before is left out; otherwise remember it."""
+    key = hashlib.sha256(item.id.encode()).digest()[:16]
+    if key not in contents:
+        contents[key] = item.content
+        return None
+    if contents[key] == item.content:
+        return "duplicate"
+    return [problem("HS107", where=item.where, got="other content than an earlier row of this id",
+                    expected="one row an id", record=item.id)]  # fmt: skip
