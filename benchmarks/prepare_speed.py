@@ -37,6 +37,8 @@ class Clock:
     seconds = 0.0
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call, timed."""
+
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:

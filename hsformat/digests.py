@@ -36,7 +36,7 @@ def canonical_json(value: Any) -> bytes:
         A number is not finite or is an integer beyond 2**53, which JSON readers do not keep exactly.
     """
     if _is_plain(value):  # the C encoder then writes the same bytes, several times faster
-        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+        return _PLAIN.encode(value).encode()
     return rfc8785.dumps(value)
 
 
@@ -61,6 +61,9 @@ def digest_bytes(parts: Iterable[bytes | memoryview]) -> str:
     for part in parts:
         h.update(part)
     return f"sha256:{h.hexdigest()}"
+
+
+_PLAIN = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True, separators=(",", ":"))
 
 
 class Checksum:

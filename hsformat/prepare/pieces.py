@@ -98,11 +98,14 @@ class Pieces:
         return self._all_ids([text])[0]
 
     def _all_ids(self, texts: list[str]) -> list[list[int]]:
-        missing = [t for t in dict.fromkeys(texts) if t not in self._kept]
-        made = dict(zip(missing, self._backend.encode_batch_fast(missing, add_special_tokens=False), strict=True))
-        new = {text: encoding.ids for text, encoding in made.items()}
-        out = [new[t] if t in new else self._kept[t] for t in texts]
-        if len(self._kept) > _KEPT_PIECES:
-            self._kept.clear()
-        self._kept.update((t, i) for t, i in new.items() if len(t) <= _KEPT_CHARACTERS)
+        kept = self._kept
+        missing = [t for t in dict.fromkeys(texts) if t not in kept]
+        if not missing:
+            return [kept[t] for t in texts]
+        made = self._backend.encode_batch_fast(missing, add_special_tokens=False)
+        new = {text: encoding.ids for text, encoding in zip(missing, made, strict=True)}
+        out = [new[t] if t in new else kept[t] for t in texts]
+        if len(kept) > _KEPT_PIECES:
+            kept.clear()
+        kept.update((t, i) for t, i in new.items() if len(t) <= _KEPT_CHARACTERS)
         return out

@@ -117,6 +117,7 @@ class Preparation:
         self._reserve = reserve
         self._explode_turns = explode_turns
         self._template_kwargs = template_kwargs
+        self._provenances: dict[str | None, Provenance] = {}
         self.summary = Summary(source=str(path), for_generation=for_generation)
 
     def __iter__(self) -> Iterator[TokenSample]:
@@ -230,6 +231,12 @@ class Preparation:
             summary.answers_replaced += 1
         return sample
 
+    def _provenance(self, template: str | None) -> Provenance:
+        if template not in self._provenances:
+            kwargs = {} if template is None else self._template_kwargs
+            self._provenances[template] = Provenance(template_digest=template, template_kwargs=kwargs)
+        return self._provenances[template]
+
     def _sample(self, item: Conversation | TokenRow, made: Rendered | TokenRow) -> TokenSample | list[Problem]:
         ids, size = made.input_ids, self._vocab_size
         if not ids:
@@ -239,9 +246,7 @@ class Preparation:
             got = f"{ids[bad[0]]} ({len(bad)} such token(s))"
             return [problem("HS105", where=f"{item.where}: input_ids[{bad[0]}]", got=got, expected=f"0 <= id < {size}",
                             record=item.id)]  # fmt: skip
-        provenance = Provenance()
-        if isinstance(made, Rendered):
-            provenance = Provenance(template_digest=made.template_digest, template_kwargs=self._template_kwargs)
+        provenance = self._provenance(made.template_digest if isinstance(made, Rendered) else None)
         return TokenSample(
             id=item.id,
             input_ids=np.array(ids, np.int32),

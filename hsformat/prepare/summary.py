@@ -99,8 +99,9 @@ class Summary:
         hints = [_HINTS[reason] for reason, _ in self.dropped.most_common() if reason in _HINTS]
         return [
             *self.problems,
-            problem("HS103", where=self.source, got=f"{self.dropped.total()} of {self.rows + self.more_turns} rows dropped: "
-                    f"{_listed(self.dropped)}", expected="at least one sample to train on",
+            problem("HS103", where=self.source, expected="at least one sample to train on",
+                    got=f"{self.dropped.total()} of {self.rows + self.more_turns} rows dropped: "
+                        f"{_listed(self.dropped)}",
                     fix="; ".join(hints) or "repair the rows: see the problems above"),
         ]  # fmt: skip
 
