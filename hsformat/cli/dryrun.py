@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -90,7 +91,12 @@ def _progress(rows: int) -> Iterator[Callable[[Summary], None]]:
         yield lambda summary: None
         return
     columns = (TextColumn("prepare"), BarColumn(), TaskProgressColumn(), MofNCompleteColumn(),
-               TextColumn("{task.speed:,.0f} rows/s"), TimeRemainingColumn())  # fmt: skip
+               TextColumn("{task.fields[rate]}"), TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("prepare", total=rows)
-        yield lambda summary: bar.update(task, completed=summary.rows)
+        task, started = bar.add_task("prepare", total=rows, rate=""), time.monotonic()
+
+        def show(summary: Summary) -> None:
+            rate = summary.rows / max(time.monotonic() - started, 1e-9)
+            bar.update(task, completed=summary.rows, rate=f"{rate:,.0f} rows/s")
+
+        yield show

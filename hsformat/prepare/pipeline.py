@@ -146,11 +146,12 @@ class Preparation:
             yield item
             return
         summary.ignore(item.ignored)
-        if (known := _known(item, contents)) is not None:
+        explode = self._explode_turns and isinstance(item, Conversation)
+        if (known := _known(item, contents, key=f"{item.id}#" if explode else item.id)) is not None:
             yield known
         elif isinstance(item, TokenRow):
             yield self._token_prompt(item, summary) if self._for_generation else self._training(item, item, summary)
-        elif self._explode_turns:
+        elif explode:
             yield from self._turns(item, contents, summary)
         else:
             yield self._prompt(item, summary) if self._for_generation else self._conversation(item, summary)
@@ -166,7 +167,7 @@ class Preparation:
         for n, i in enumerate(ends):
             turn = replace(item, id=f"{item.id}#{n}", content=item.content[:12] + n.to_bytes(4, "big"),
                            messages=item.messages[: i + 1])  # fmt: skip
-            if (known := _known(turn, contents)) is not None:
+            if (known := _known(turn, contents, key=turn.id)) is not None:
                 yield known
             elif self._for_generation:
                 yield self._prompt(turn, summary)
@@ -255,13 +256,13 @@ class Preparation:
         )
 
 
-def _known(item: Conversation | TokenRow, contents: dict[bytes, bytes]) -> _Outcome | None:
-    """Return why an item of an id met before is left out; otherwise remember it."""
-    key = hashlib.sha256(item.id.encode()).digest()[:16]
-    if key not in contents:
-        contents[key] = item.content
+def _known(item: Conversation | TokenRow, contents: dict[bytes, bytes], *, key: str) -> _Outcome | None:
+    """Return why an item of a key met before is left out; otherwise remember it."""
+    digest = hashlib.sha256(key.encode()).digest()[:16]
+    if digest not in contents:
+        contents[digest] = item.content
         return None
-    if contents[key] == item.content:
+    if contents[digest] == item.content:
         return "duplicate"
     return [problem("HS107", where=item.where, got="other content than an earlier row of this id",
                     expected="one row an id", record=item.id)]  # fmt: skip
