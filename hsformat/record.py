@@ -1,8 +1,8 @@
 """Records and token samples: one token sequence in memory, with and without its states.
 
 Every array is indexed by token and unshifted: ``h[t]`` is the state after reading token t, ``loss_mask[t]``
-says that the assistant produced token t. This module may import ``problems``, ``digests``, ``dtypes`` and ``models``; what makes
-a record right or wrong is in ``checks``.
+says that the assistant produced token t. This module may import ``problems``, ``digests``, ``dtypes`` and ``models``;
+what makes a record right or wrong is in ``checks``.
 """
 
 from __future__ import annotations
