@@ -70,6 +70,7 @@ def test_unknown_name_is_an_attribute_error():
         ("import hsformat; hsformat.Contract; hsformat.Record; hsformat.compare; hsformat.Layout", HEAVY),
         ("import hsformat; hsformat.engines; hsformat.target", HEAVY),
         ("import hsformat; hsformat.open; hsformat.validate_store", {"torch", "transformers"}),
+        ("import hsformat.prepare", {"torch", "transformers", "pyarrow", "zarr"}),
         ("import hsformat_extractors.transformers", {"torch", "transformers"}),
         ("import hsformat.cli", {"torch", "transformers"}),
     ],
