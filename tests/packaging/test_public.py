@@ -111,6 +111,7 @@ def test_testing_without_its_extra_names_the_command(missing):
         ("import hsformat; hsformat.Contract; hsformat.Record; hsformat.compare; hsformat.Layout", HEAVY),
         ("import hsformat; hsformat.engines; hsformat.target", HEAVY),
         ("import hsformat; hsformat.open; hsformat.validate_store", {"torch", "transformers"}),
+        ("import hsformat.prepare", {"torch", "transformers", "pyarrow", "zarr"}),
         ("import hsformat_extractors.transformers", {"torch", "transformers"}),
         ("import hsformat.cli", HEAVY | {"pydantic", "numpy", "typer"}),
         ("import hsformat.cli.commands", {"torch", "transformers", "hypothesis", "pytest"}),
