@@ -10,6 +10,8 @@ nor zarr.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -100,3 +102,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Keeps ``hsformat.compare`` the function: Python binds a submodule to its name whenever it is first imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        named_alike = name in _HOME and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name) if named_alike else value)
+
+
+sys.modules[__name__].__class__ = _Package

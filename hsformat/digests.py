@@ -11,6 +11,7 @@ Imports nothing of hsformat.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
@@ -41,7 +42,19 @@ def canonical_json(value: Any) -> bytes:
     ValueError
         A number is not finite or is an integer beyond 2**53, which JSON readers do not keep exactly.
     """
+    if _is_plain(value):  # the C encoder then writes the same bytes, several times faster
+        return _PLAIN.encode(value).encode()
     return rfc8785.dumps(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is of text, lists and objects with ASCII keys alone: numbers and other keys differ."""
+    kind = type(value)
+    if kind is str:
+        return True
+    if kind is dict:
+        return all(type(k) is str and k.isascii() and _is_plain(v) for k, v in value.items())
+    return kind is list and all(_is_plain(v) for v in value)
 
 
 def digest_json(value: Any) -> str:
@@ -55,6 +68,9 @@ def digest_bytes(parts: Iterable[bytes | memoryview]) -> str:
     for part in parts:
         h.update(part)
     return f"sha256:{h.hexdigest()}"
+
+
+_PLAIN = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True, separators=(",", ":"))
 
 
 class Checksum:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,9 +25,17 @@ _MIB = 1024 * 1024
 
 def extract(
     model: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    data: Annotated[Path, typer.Option(help="JSON Lines with messages, or with input_ids and loss_mask.")],
-    out: Annotated[str, typer.Option(help="Store to write; one begun by the same command is continued.")],
-    layers: Annotated[str, typer.Option(help="eagle3 (2, N//2, N-3), or aux depths in the draft's order: 2,15,27.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="JSON Lines, Parquet, or the folder of a Hugging Face dataset: rows of messages, of ShareGPT's "
+            "conversations, or of input_ids and loss_mask."
+        ),
+    ],
+    out: Annotated[str | None, typer.Option(help="Store to write; one begun by the same command is continued.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="eagle3 (2, N//2, N-3), or aux depths in the draft's order: 2,15,27.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="Name of an installed extractor.")] = "transformers",
     last: Annotated[
         Last, typer.Option(help="Last capture: depth N before the final norm (pre) or after it.")
@@ -48,6 +56,12 @@ def extract(
     segment_mib: Annotated[int, typer.Option(help="Bound of a segment in memory, MiB.", min=1)] = 256,
     commit_seconds: Annotated[float, typer.Option(help="Commit a segment at the latest after so long.", min=0)] = 120.0,
     template_kwargs: Annotated[str, typer.Option(help="Keyword arguments of the chat template, as JSON.")] = "{}",
+    explode_turns: Annotated[  # noqa: FBT002
+        bool, typer.Option("--explode-turns", help="One record an assistant turn, as it is served.")
+    ] = False,
+    dry_run: Annotated[  # noqa: FBT002
+        bool, typer.Option("--dry-run", help="Prepare the data and show it; load no engine, write nothing.")
+    ] = False,
     weights_digest: Annotated[bool, typer.Option("--weights-digest", help="Hash all weight files.")] = False,  # noqa: FBT002
     option: Annotated[list[str] | None, typer.Option(help="Option of the engine, NAME=VALUE (device=cuda:0).")] = None,
     format: Annotated[Format, typer.Option(help="Of the summary; JSON stands alone on stdout.")] = Format.TEXT,
@@ -63,6 +77,12 @@ def extract(
     kwargs = _json_object("--template-kwargs", template_kwargs)
     options = parse_options("--option", option or ())
     with json_errors(wanted=format is Format.JSON):
+        if dry_run:
+            _dry_run(
+                model, data, layers, max_length, generate, explode_turns=explode_turns, kwargs=kwargs, format=format
+            )
+        if out is None or layers is None:
+            raise typer.BadParameter("required, unless --dry-run is given", param_hint="--layers" if out else "--out")
         extractor = find_extractor(engine)
         rows = count_rows(data)
         described = _describe(model, extractor, options, dtype=dtype, weights_digest=weights_digest)
@@ -94,9 +114,10 @@ def extract(
             max_length=limit,
             for_generation=bool(generate),
             reserve=generate,
+            explode_turns=explode_turns,
             template_kwargs=kwargs,
         )
-        with extraction_progress(rows, lambda: samples.summary.dropped.total()) as listener, _how_to_go_on(out):
+        with extraction_progress(rows, lambda: samples.summary.rows_dropped) as listener, _how_to_go_on(out):
             report = extract_to_store(
                 extractor,
                 samples,
@@ -108,6 +129,41 @@ def extract(
                 listener=listener,
             )
     _finish(report, samples.summary, out, format)
+
+
+def _dry_run(
+    model: Path,
+    data: Path,
+    layers: str | None,
+    max_length: int | None,
+    generate: int,
+    *,
+    explode_turns: bool,
+    kwargs: dict[str, Any],
+    format: Format,
+) -> NoReturn:
+    """Prepare as the real run does, from the target's config and tokenizer alone."""
+    from hsformat.cli.dryrun import run_dry
+    from hsformat.extraction.plan import parse_layers
+    from hsformat.prepare import count_rows, load_tokenizer, prepare
+    from hsformat.target.config import read_config
+
+    rows, config = count_rows(data), read_config(model)
+    if layers is not None:
+        parse_layers(layers, config.values["num_hidden_layers"])
+    positions = config.get("max_position_embeddings")
+    tokenizer = load_tokenizer(model)
+    samples = prepare(
+        data,
+        tokenizer,
+        vocab_size=config.values["vocab_size"],
+        max_length=max_length if max_length is not None or type(positions) is not int else positions,
+        for_generation=bool(generate),
+        reserve=generate,
+        explode_turns=explode_turns,
+        template_kwargs=kwargs,
+    )
+    run_dry(samples, tokenizer, rows, format)
 
 
 def _describe(

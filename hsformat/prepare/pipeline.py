@@ -1,7 +1,7 @@
 """From a file to token samples: the one place that counts, drops and truncates.
 
-Streaming: memory does not grow with the file but for two 16-byte digests a row, by which copies and conflicting ids are
-found. This module may import ``problems``, ``record`` and the other modules of this package.
+Streaming: memory does not grow with the file but for two 16-byte digests a row (or turn), by which copies and
+conflicting ids are found. This module may import ``problems``, ``record`` and the other modules of this package.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def prepare(
     max_length: int | None,
     for_generation: bool,
     reserve: int = 0,
+    explode_turns: bool = False,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Preparation:
-    """Return the samples of a JSON Lines file, to be iterated; nothing is read but its first line.
+    """Return the samples of a file or a dataset on disk, to be iterated; nothing is read but its beginning.
 
     Parameters
     ----------
     path
-        Rows of ``messages`` (and ``tools``), or of ``input_ids`` and ``loss_mask``.
+        Of a kind that ``rows`` lists; rows of ``messages`` or ``conversations``, or of ``input_ids`` and ``loss_mask``.
     tokenizer
         The target's own (:func:`hsformat.prepare.tokenizer.load_tokenizer`).
     vocab_size
@@ -55,6 +56,11 @@ def prepare(
         than ``max_length - reserve`` is dropped, not cut.
     reserve
         Room for tokens to be generated.
+    explode_turns
+        One sample an assistant turn, as it is served: what the template renders for the turns before it and the
+        generation prompt, then the turn, which alone is supervised. Its id is ``<id>#<n>``, n counted from 0. Turns
+        after the last assistant turn are left out, or are the last prompt for generation. Rows of token ids, in which
+        turns cannot be told apart, stay as they are.
     template_kwargs
         Variables for the chat template, such as ``{"enable_thinking": False}``; JSON values.
 
@@ -63,7 +69,8 @@ def prepare(
     ForeignFileError
         HS602, HS603: the file cannot be read at all.
     HsError
-        HS303: a template argument that is none. HS102: ``max_length`` leaves no room.
+        HS410: pyarrow is needed and missing. HS303: a template argument that is none. HS102: ``max_length`` leaves no
+        room.
     """
     if max_length is not None and (max_length <= 0 or (for_generation and max_length <= reserve)):
         raise HsError(problem("HS102", where="max_length", got=f"{max_length}, of which {reserve} are reserved",
@@ -76,6 +83,7 @@ def prepare(
         max_length=max_length,
         for_generation=for_generation,
         reserve=reserve,
+        explode_turns=explode_turns,
         template_kwargs=template_kwargs or {},
     )
 
@@ -98,6 +106,7 @@ class Preparation:
         max_length: int | None,
         for_generation: bool,
         reserve: int,
+        explode_turns: bool,
         template_kwargs: dict[str, Any],
     ) -> None:
         self._path = path
@@ -106,7 +115,9 @@ class Preparation:
         self._max_length = max_length
         self._for_generation = for_generation
         self._reserve = reserve
+        self._explode_turns = explode_turns
         self._template_kwargs = template_kwargs
+        self._provenances: dict[str | None, Provenance] = {}
         self.summary = Summary(source=str(path), for_generation=for_generation)
 
     def __iter__(self) -> Iterator[TokenSample]:
@@ -114,35 +125,55 @@ class Preparation:
         contents: dict[bytes, bytes] = {}
         for row in read_rows(self._path):
             summary.rows += 1
-            match self._outcome(row, contents, summary):
-                case TokenSample() as sample:
-                    summary.samples += 1
-                    summary.tokens += len(sample)
-                    summary.supervised += int(sample.loss_mask.sum())
-                    yield sample
-                case str() as reason:
-                    summary.dropped[reason] += 1
-                case problems:
-                    summary.reject(problems)
+            summary.more_turns -= 1
+            for outcome in self._outcomes(row, contents, summary):
+                summary.more_turns += 1
+                match outcome:
+                    case TokenSample() as sample:
+                        summary.samples += 1
+                        summary.tokens += len(sample)
+                        summary.supervised += int(sample.loss_mask.sum())
+                        yield sample
+                    case str() as reason:
+                        summary.dropped[reason] += 1
+                    case problems:
+                        summary.reject(problems)
 
-    def _outcome(self, row: Row | Problem, contents: dict[bytes, bytes], summary: Summary) -> _Outcome:
-        if isinstance(row, Problem):
-            return [row]
-        item = parse_row(row)
+    def _outcomes(self, row: Row | Problem, contents: dict[bytes, bytes], summary: Summary) -> Iterator[_Outcome]:
+        """Yield what a row gives: one outcome, or with ``explode_turns`` one an assistant turn."""
+        item = [row] if isinstance(row, Problem) else parse_row(row)
         if isinstance(item, list):
-            return item
+            yield item
+            return
         summary.ignore(item.ignored)
-        key = hashlib.sha256(item.id.encode()).digest()[:16]
-        known = contents.setdefault(key, b"")
-        if known == item.content:
-            return "duplicate"
-        if known:
-            return [problem("HS107", where=item.where, got="other content than an earlier row of this id",
-                            expected="one row an id", record=item.id)]  # fmt: skip
-        contents[key] = item.content
-        if isinstance(item, Conversation):
-            return self._prompt(item, summary) if self._for_generation else self._conversation(item, summary)
-        return self._token_prompt(item, summary) if self._for_generation else self._training(item, item, summary)
+        explode = self._explode_turns and isinstance(item, Conversation)
+        if (known := _known(item, contents, key=f"{item.id}#" if explode else item.id)) is not None:
+            yield known
+        elif isinstance(item, TokenRow):
+            yield self._token_prompt(item, summary) if self._for_generation else self._training(item, item, summary)
+        elif explode:
+            yield from self._turns(item, contents, summary)
+        else:
+            yield self._prompt(item, summary) if self._for_generation else self._conversation(item, summary)
+
+    def _turns(self, item: Conversation, contents: dict[bytes, bytes], summary: Summary) -> Iterator[_Outcome]:
+        roles = [m["role"] for m in item.messages]
+        ends = [i for i, role in enumerate(roles) if role == "assistant"]
+        if self._for_generation:
+            ends = [i for i in range(1, len(roles) + 1)
+                    if roles[i - 1] in ("user", "tool") and roles[i : i + 1] in ([], ["assistant"])]  # fmt: skip
+        if not ends:
+            yield "no-user-turn" if self._for_generation else "no-assistant-turn"
+        for n, i in enumerate(ends):
+            turn = replace(item, id=f"{item.id}#{n}", content=item.content[:12] + n.to_bytes(4, "big"),
+                           messages=item.messages[: i + 1])  # fmt: skip
+            if (known := _known(turn, contents, key=turn.id)) is not None:
+                yield known
+            elif self._for_generation:
+                yield self._prompt(turn, summary)
+            else:
+                rendered = self._renderer.turn(turn)
+                yield [rendered] if isinstance(rendered, Problem) else self._training(turn, rendered, summary)
 
     def _conversation(self, item: Conversation, summary: Summary) -> _Outcome:
         if all(m["role"] != "assistant" for m in item.messages):
@@ -201,6 +232,12 @@ class Preparation:
             summary.answers_replaced += 1
         return sample
 
+    def _provenance(self, template: str | None) -> Provenance:
+        if template not in self._provenances:
+            kwargs = {} if template is None else self._template_kwargs
+            self._provenances[template] = Provenance(template_digest=template, template_kwargs=kwargs)
+        return self._provenances[template]
+
     def _sample(self, item: Conversation | TokenRow, made: Rendered | TokenRow) -> TokenSample | list[Problem]:
         ids, size = made.input_ids, self._vocab_size
         if not ids:
@@ -210,12 +247,22 @@ class Preparation:
             got = f"{ids[bad[0]]} ({len(bad)} such token(s))"
             return [problem("HS105", where=f"{item.where}: input_ids[{bad[0]}]", got=got, expected=f"0 <= id < {size}",
                             record=item.id)]  # fmt: skip
-        provenance = Provenance()
-        if isinstance(made, Rendered):
-            provenance = Provenance(template_digest=made.template_digest, template_kwargs=self._template_kwargs)
+        provenance = self._provenance(made.template_digest if isinstance(made, Rendered) else None)
         return TokenSample(
             id=item.id,
             input_ids=np.array(ids, np.int32),
             loss_mask=np.array(made.loss_mask, np.uint8),
             provenance=provenance,
         )
+
+
+def _known(item: Conversation | TokenRow, contents: dict[bytes, bytes], *, key: str) -> _Outcome | None:
+    """Return why an item of a key met before is left out; otherwise remember it."""
+    digest = hashlib.sha256(key.encode()).digest()[:16]
+    if digest not in contents:
+        contents[digest] = item.content
+        return None
+    if contents[digest] == item.content:
+        return "duplicate"
+    return [problem("HS107", where=item.where, got="other content than an earlier row of this id",
+                    expected="one row an id", record=item.id)]  # fmt: skip

@@ -1,123 +1,101 @@
-"""The reader: a JSON Lines file to rows, one line in memory at a time.
+"""From a path to its reader, by what is there and never by a guess; one row in memory at a time.
 
-A line that cannot be read is one problem with its line number; the rest goes on. What makes the whole file useless is
-raised before the first row. This module may import ``problems``.
+==============================  =====================================================================================
+kind                            told by
+==============================  =====================================================================================
+Parquet                         the file begins with ``PAR1``
+JSON Lines                      its first line begins with ``{``, or its name ends in .jsonl, .ndjson or .json
+Hugging Face dataset on disk    a folder with ``state.json`` and ``dataset_info.json`` (``Dataset.save_to_disk``)
+==============================  =====================================================================================
+
+Anything else is HS603. This module may import ``problems`` and the readers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import NoReturn
 
-from hsformat.problems import ForeignFileError, NothingToOpen, Problem, problem
+from hsformat.prepare.arrow import PARQUET_MAGIC, open_dataset_folder, open_parquet
+from hsformat.prepare.jsonlines import open_binary, open_json_lines
+from hsformat.prepare.row import Row, Source, refuse
+from hsformat.problems import NothingToOpen, Problem, problem
 
-__all__ = ["Row", "count_rows", "read_rows"]
+__all__ = ["Row", "count_rows", "open_source", "read_rows"]
 
-_BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One JSON object of a file, and its place for problems (``data.jsonl: line 3``)."""
-
-    where: str
-    value: dict[str, Any]
+KNOWN = "JSON Lines (one JSON object a line), Parquet, or the folder of a Hugging Face dataset (Dataset.save_to_disk)"
+_JSON_NAMES = (".jsonl", ".ndjson", ".json")
+_HF_FILES = ("state.json", "dataset_info.json")
+_NAMED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "a zip file", b"ARROW1": "an Arrow file"}
+_CONVERT = "convert it, for example with datasets.load_dataset(...).to_json('data.jsonl')"
 
 
-def read_rows(path: str | Path) -> Iterator[Row | Problem]:
-    """Return an iterator over the rows of a JSON Lines file; a bad line is a problem in its place.
-
-    Blank lines are passed over. A byte order mark at the start is allowed.
+def open_source(path: str | Path) -> Source:
+    """Return the reader of a path.
 
     Raises
     ------
     ForeignFileError
-        At once: HS602 when there is no such file, it is a folder, cannot be opened or holds nothing; HS603 when
-        it is one JSON array.
+        HS602: there is no such path (:class:`NothingToOpen`), it cannot be opened, holds nothing or is damaged. HS603:
+        it is of no kind that is known.
+    HsError
+        HS410: its kind needs pyarrow, which is not installed.
     """
     path = Path(path)
-    with _open(path) as file:
-        first = next((line for line in _lines(file) if line.strip()), None)
-    if first is None:
-        _refuse(path, "HS602", "an empty file", "one JSON object a line")
-    if first.lstrip().startswith(b"["):
-        _refuse(
-            path, "HS603", "a JSON array", "JSON Lines: one JSON object a line",
-            "write one row a line, for example with: jq -c '.[]' in.json > out.jsonl",
-        )  # fmt: skip
-    return _rows(path)
+    if not path.exists():
+        raise NothingToOpen(problem("HS602", where=str(path), got="no such file", expected=KNOWN, fix="check the path"))
+    if path.is_dir():
+        return _open_folder(path)
+    with open_binary(path) as file:
+        start = file.read(8)
+    if start.startswith(PARQUET_MAGIC):
+        return open_parquet(path)
+    if path.suffix == ".parquet":
+        refuse(path, "HS602", f"begins with {start[:4]!r}", "a Parquet file, which begins with b'PAR1'")
+    for magic, name in _NAMED.items():
+        if start.startswith(magic):
+            refuse(path, "HS603", name, KNOWN, "unpack it" if name != "an Arrow file" else _CONVERT)
+    source = open_json_lines(path)
+    if not source.first.startswith(b"{") and path.suffix.lower() not in _JSON_NAMES:
+        refuse(path, "HS603", f"a file that begins with {source.first[:20]!r}", KNOWN, _CONVERT)
+    return source
+
+
+def read_rows(path: str | Path) -> Iterator[Row | Problem]:
+    """Return an iterator over the rows of a source; a bad one is a problem in its place.
+
+    Raises
+    ------
+    HsError
+        At once, as :func:`open_source`.
+    """
+    return open_source(path).rows()
 
 
 def count_rows(path: str | Path) -> int:
     """Return how many rows :func:`read_rows` will give, bad ones included, for a progress bar.
 
+    Parquet and datasets on disk state it; lines are counted without being parsed.
+
     Raises
     ------
-    ForeignFileError
-        HS602: the file cannot be opened.
+    HsError
+        As :func:`open_source`.
     """
-    with _open(Path(path)) as file:
-        return sum(1 for line in _lines(file) if line.strip())
+    return open_source(path).count()
 
 
-def _rows(path: Path) -> Iterator[Row | Problem]:
-    with _open(path) as file:
-        for number, line in enumerate(_lines(file), start=1):
-            if line.strip():
-                yield _parse(line, f"{path}: line {number}")
+def _open_folder(path: Path) -> Source:
+    if not all((path / name).is_file() for name in _HF_FILES):
+        _refuse_folder(path)
+    return open_dataset_folder(path)
 
 
-def _parse(line: bytes, where: str) -> Row | Problem:
-    def bad(got: str, expected: str, fix: str) -> Problem:
-        return problem("HS602", where=where, got=got, expected=expected, fix=fix)
-
-    try:
-        value = json.loads(line.decode("utf-8").rstrip(), parse_constant=_refuse_constant)
-        if b"\\ud" in line or b"\\uD" in line:  # JSON can spell half a character, which no tokenizer takes
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as e:
-        return bad(
-            f"byte 0x{line[e.start]:02x} at offset {e.start} of the line", "text in UTF-8", "convert it to UTF-8"
-        )
-    except UnicodeEncodeError:
-        return bad("a lone surrogate escape (half a character)", "text that UTF-8 can hold", "repair the escape")
-    except json.JSONDecodeError as e:
-        got = f"{e.msg} at column {e.colno} of {len(line.rstrip())}"
-        return bad(got, "one whole JSON object", "get the file again: the line is cut or was not written as JSON")
-    except (ValueError, RecursionError) as e:  # NaN, an integer of thousands of digits, nesting without end
-        return bad(str(e), "JSON that every reader understands alike", "repair the row")
-    if not isinstance(value, dict):
-        return problem("HS603", where=where, got=f"a JSON {type(value).__name__}", expected="a JSON object",
-                       fix="write one object a line, with messages or with input_ids and loss_mask")  # fmt: skip
-    return Row(where=where, value=value)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    for number, line in enumerate(file):
-        yield line.removeprefix(_BOM) if number == 0 else line
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except FileNotFoundError as e:
-        raise NothingToOpen(
-            problem("HS602", where=str(path), got="no such file", expected="a JSON Lines file", fix="check the path")
-        ) from e
-    except IsADirectoryError as e:
-        _refuse(path, "HS603", "a folder", "a JSON Lines file", "name the file", e)
-    except OSError as e:
-        _refuse(path, "HS602", f"cannot be opened: {e.strerror}", "a readable file", "check the path", e)
-
-
-def _refuse(
-    path: Path, code: str, got: str, expected: str, fix: str | None = None, cause: BaseException | None = None
-) -> NoReturn:
-    raise ForeignFileError(problem(code, where=str(path), got=got, expected=expected, fix=fix)) from cause
+def _refuse_folder(path: Path) -> NoReturn:
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(p.name for p in path.iterdir() if (p / _HF_FILES[0]).is_file())
+        refuse(path, "HS603", f"a dataset of splits: {', '.join(splits) or 'none is here'}", "one split",
+               f"name the folder of one, such as {path / (splits or ['train'])[0]}")  # fmt: skip
+    refuse(path, "HS603", "a folder without " + " and ".join(_HF_FILES), KNOWN, "name the file, or save the dataset "
+           "with Dataset.save_to_disk")  # fmt: skip

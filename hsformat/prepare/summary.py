@@ -30,7 +30,7 @@ _HINTS = {
 
 @dataclass(kw_only=True)
 class Summary:
-    """Counts of one pass over a file; ``rows == samples + sum(dropped.values())``.
+    """Counts of one pass over a file; ``rows + more_turns == samples + sum(dropped.values())``.
 
     Attributes
     ----------
@@ -38,6 +38,8 @@ class Summary:
         Whether the samples are prompts.
     rows, samples
         Rows read, blank lines aside; samples handed out.
+    more_turns
+        Turns of conversations beyond one a row, where each turn becomes a sample.
     tokens, supervised
         Of the samples.
     truncated
@@ -45,7 +47,8 @@ class Summary:
     answers_replaced
         Samples whose given last answer was taken away, for the target to write it.
     dropped
-        Rows without a sample by reason: ``duplicate``, ``no-assistant-turn``, ..., or the name of the first problem.
+        Rows, or turns, without a sample by reason: ``duplicate``, ``no-assistant-turn``, ..., or the name of the first
+        problem.
     ignored_keys
         Rows by key that means nothing here.
     problems, problem_counts
@@ -56,6 +59,7 @@ class Summary:
     for_generation: bool = False
     rows: int = 0
     samples: int = 0
+    more_turns: int = 0
     tokens: int = 0
     supervised: int = 0
     truncated: int = 0
@@ -78,6 +82,11 @@ class Summary:
                 self.ignored_keys[key] += 1
 
     @property
+    def rows_dropped(self) -> int:
+        """Rows that give no record of their own: those dropped, less the turns that rows gave beyond one."""
+        return self.dropped.total() - self.more_turns
+
+    @property
     def all_dropped(self) -> bool:
         """Whether rows were read and none of them gave a sample: exit code 1."""
         return self.rows > 0 and self.samples == 0
@@ -90,8 +99,9 @@ class Summary:
         hints = [_HINTS[reason] for reason, _ in self.dropped.most_common() if reason in _HINTS]
         return [
             *self.problems,
-            problem("HS103", where=self.source, got=f"{sum(self.dropped.values())} of {self.rows} rows dropped: "
-                    f"{_listed(self.dropped)}", expected="at least one sample to train on",
+            problem("HS103", where=self.source, expected="at least one sample to train on",
+                    got=f"{self.dropped.total()} of {self.rows + self.more_turns} rows dropped: "
+                        f"{_listed(self.dropped)}",
                     fix="; ".join(hints) or "repair the rows: see the problems above"),
         ]  # fmt: skip
 
@@ -106,6 +116,7 @@ class Summary:
             "source": self.source,
             "rows": self.rows,
             "samples": self.samples,
+            "more_turns": self.more_turns,
             "tokens": self.tokens,
             "supervised": self.supervised,
             "truncated": self.truncated,
@@ -117,9 +128,10 @@ class Summary:
 
     def lines(self) -> list[str]:
         """Return the counts as lines of text; what did not happen is left out."""
+        more = f" with {self.more_turns:,} turns beyond one a row" if self.more_turns else ""
         share = f"{self.supervised / self.tokens:.1%}" if self.tokens else "none"
         out = [
-            f"prepare: {self.samples:,} samples of {self.rows:,} rows: {self.source}",
+            f"prepare: {self.samples:,} samples of {self.rows:,} rows{more}: {self.source}",
             f"prepare: {self.tokens:,} tokens of prompts"
             if self.for_generation
             else f"prepare: {self.tokens:,} tokens, {self.supervised:,} supervised ({share})",

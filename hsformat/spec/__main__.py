@@ -1,4 +1,4 @@
-"""``python -m hsformat.spec``: write the generated documents (run by ``make docs`` in a checkout)."""
+"""``python -m hsformat.spec``: write every generated document (run by ``make docs`` in a checkout)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from pathlib import Path
 from hsformat.spec.v1_0 import contract_schema, problems_document
 
 
+def documents() -> dict[Path, str]:
+    """Return the text of every generated file by its path, relative to the checkout."""
+    from hsformat.cli.reference import cli_document
+    from hsformat.testing.cases import case_files
+
+    return {
+        Path("docs/spec/1.0.schema.json"): contract_schema(),
+        Path("docs/problems.md"): problems_document(),
+        Path("docs/cli.md"): cli_document(),
+        **case_files(),
+    }
+
+
 def main() -> None:
-    """Write docs/spec/1.0.schema.json and docs/problems.md below the working directory."""
-    docs = Path("docs")
-    (docs / "spec" / "1.0.schema.json").write_text(contract_schema(), encoding="utf-8")
-    (docs / "problems.md").write_text(problems_document(), encoding="utf-8")
+    """Write them below the working directory."""
+    for path, text in documents().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def array_specs(
     id_bytes: int,
     positions: bool,
 ) -> dict[str, ArraySpec]:
-    """Return the arrays of a segment by name; the lengths are sums over its records (docs/spec/1.0.md, section 4)."""
+    """Return the arrays of a segment by name; the lengths are sums over its records (docs/spec/1.0.md, section 5)."""
     r = records
     rows: list[tuple[str, tuple[int, ...], str]] = [
         ("input_ids", (tokens,), "int32"),

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from hsformat.problems import StoreError, problem
 
-__all__ = ["Backend", "CountedSource", "Data", "LocalBackend", "Source", "backend_for"]
+__all__ = ["Backend", "CountedSource", "Data", "LocalBackend", "Place", "Source", "backend_for"]
 
 Data = bytes | npt.NDArray[np.uint8]
 """What is written: bytes, or an array of them, which need not be copied."""
@@ -81,14 +81,20 @@ class Backend(Source, Protocol):
         ...
 
 
-def backend_for(path: str | os.PathLike[str]) -> Backend:
-    """Return the backend of a path.
+Place = str | os.PathLike[str] | Backend
+"""Where a store is: a path, or a backend that somebody else wrote (``hsformat.testing.StoreConformance`` tests it)."""
+
+
+def backend_for(path: Place) -> Backend:
+    """Return the backend of a path; a backend is returned as it is.
 
     Raises
     ------
     StoreError
         HS501: an address of a scheme that is not supported, or text that is no path.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        return path
     text = os.fspath(path)
     if "://" in text or "\0" in text or not text:
         raise StoreError(

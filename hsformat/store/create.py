@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ from hsformat.compare import compare
 from hsformat.contract import Contract
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
 from hsformat.store.arrays import CHUNK_TOKENS
-from hsformat.store.backend import Backend, backend_for
+from hsformat.store.backend import Backend, Place, backend_for
 from hsformat.store.commit import load_commit
 from hsformat.store.metadata import (
     SEGMENTS,
@@ -25,7 +24,7 @@ from hsformat.store.writer import SEGMENT_BYTES, Writer
 __all__ = ["append", "check_new", "create", "exists"]
 
 
-def exists(path: str | os.PathLike[str]) -> bool:
+def exists(path: Place) -> bool:
     """Return whether a path holds a root ``zarr.json``, so that :func:`append` is meant and not :func:`create`."""
     backend = backend_for(path)
     try:
@@ -34,7 +33,7 @@ def exists(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def check_new(path: str | os.PathLike[str]) -> None:
+def check_new(path: Place) -> None:
     """Refuse a path at which :func:`create` would find something.
 
     Raises
@@ -62,7 +61,7 @@ def check_new(path: str | os.PathLike[str]) -> None:
 
 
 def create(
-    path: str | os.PathLike[str],
+    path: Place,
     contract: Contract,
     *,
     codec: Literal["compact", "fast"] | None = None,
@@ -75,7 +74,7 @@ def create(
     Parameters
     ----------
     path
-        A path at which there is nothing, or an empty folder.
+        A path at which there is nothing, or an empty folder; or a backend of such a place.
     codec
         Replaces ``contract.codec``; None: as the contract says.
     segment_bytes
@@ -119,7 +118,7 @@ def create(
 
 
 def append(
-    path: str | os.PathLike[str],
+    path: Place,
     *,
     expect: Contract | None = None,
     segment_bytes: int = SEGMENT_BYTES,

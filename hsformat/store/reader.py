@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -15,7 +14,7 @@ from hsformat.contract import Contract
 from hsformat.layout import Layout
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
 from hsformat.record import Provenance, Record
-from hsformat.store.backend import Backend, backend_for
+from hsformat.store.backend import Backend, Place, backend_for
 from hsformat.store.commit import CommitRecord, load_commit
 from hsformat.store.metadata import load_contract, segment_names
 from hsformat.store.segment import SegmentReader
@@ -27,7 +26,7 @@ _CACHED_SEGMENTS = 8
 
 
 def open(
-    path: str | os.PathLike[str],
+    path: Place,
     *,
     expect: Layout | Contract | None = None,
     understands: Collection[str] = (),

@@ -5,12 +5,11 @@ Nothing that is read is trusted, and everything that is wrong is reported. May i
 
 from __future__ import annotations
 
-import os
 from typing import Literal, NamedTuple
 
 from hsformat.contract import Contract
 from hsformat.problems import Problem, StoreError, problem
-from hsformat.store.backend import CountedSource, Source, backend_for
+from hsformat.store.backend import CountedSource, Place, Source, backend_for
 from hsformat.store.commit import CommitRecord, load_commit
 from hsformat.store.metadata import load_contract, segment_names
 from hsformat.validate.report import Level, Report, Tick
@@ -24,7 +23,7 @@ SAMPLE_RECORDS = 4
 
 
 def validate_store(
-    path: str | os.PathLike[str], *, level: Level | Literal["metadata", "sample", "full"] = Level.SAMPLE
+    path: Place, *, level: Level | Literal["metadata", "sample", "full"] = Level.SAMPLE
 ) -> list[Problem]:
     """Return every problem of a store; an empty list, or notes and warnings alone, mean that it is valid.
 
@@ -45,7 +44,7 @@ def validate_store(
         return e.problems
 
 
-def run(path: str | os.PathLike[str], *, level: Level, tick: Tick = lambda done, total: None) -> Report:
+def run(path: Place, *, level: Level, tick: Tick = lambda done, total: None) -> Report:
     """Validate and return the problems with counts of what was looked at.
 
     Parameters
@@ -60,7 +59,7 @@ def run(path: str | os.PathLike[str], *, level: Level, tick: Tick = lambda done,
     """
     place = backend_for(path)
     contract, problems = load_contract(place)
-    report = Report(store=os.fspath(path), level=level, problems=problems)
+    report = Report(store=place.location, level=level, problems=problems)
     owners: dict[str, str] = {}
     found: list[_Found] = []
     for name in segment_names(place):

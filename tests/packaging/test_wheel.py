@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CLEAN = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+"""The environment without the one path that could bring another copy of the package."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
         names = z.namelist()
     tops = {n.split("/")[0] for n in names}
     assert tops == {"hsformat", "hsformat_extractors", wheel.name.rsplit("-", 3)[0] + ".dist-info"}
-    assert "hsformat/py.typed" in names
+    assert {"hsformat/py.typed", "hsformat/testing/__init__.py", "hsformat/testing/strategies.py"} <= set(names)
     assert not [n for n in names if "test" in n.lower() and not n.startswith("hsformat/testing")]
 
 
@@ -51,7 +54,7 @@ def test_wheel_runs_in_a_fresh_environment(wheel, tmp_path):
         "print(sorted(e.name for e in m.entry_points(group='hsformat.extractors')));"
         "print(hsformat.open, hsformat.Contract)"
     )
-    run = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    run = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path, env=CLEAN)
     assert run.stdout.startswith(str(venv.resolve())) or str(venv) in run.stdout
     assert "transformers" in run.stdout
     explained = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,19 @@ def test_prompt_is_a_prefix_of_the_conversation_and_ends_where_its_answer_begins
     n = len(prompt.input_ids)
     assert whole.input_ids[:n] == prompt.input_ids
     assert (whole.loss_mask[n - 1], whole.loss_mask[n]) == (0, 1)
+
+
+STRIPS = UNTAGGED.replace("message['content'] +", "message['content'].split('é')[-1 if not loop.last else 0] +")
+
+
+@given(conversations(), st.sampled_from([TAGGED, UNTAGGED, DEFAULT_SYSTEM, STRIPS]), st.booleans())
+def test_texts_compared_prove_what_ids_compared_prove(conversation, template, one_turn):
+    """One tokenization in pieces, and one of every shorter conversation as a whole, come to the same."""
+    _, fast = renderer(template)
+    whole = Renderer(fast._tokenizer, template_kwargs={})
+    whole._pieces = None
+    if one_turn:
+        last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
+        conversation = replace(conversation, messages=conversation.messages[: last + 1])
+        assert fast.turn(conversation) == whole.turn(conversation)
+    assert fast.conversation(conversation) == whole.conversation(conversation)

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from factories import tiny_contract
 
@@ -84,6 +86,27 @@ def test_extract_validate_info(extract, cli, tmp_path):
     assert "SGLang 0.5.23" in out
     facts = json.loads(cli("info", store, "--format", "json")[1])
     assert facts["contract"]["layout"] == {"aux": ["d2", "d4", "d5"], "last": "d8"}
+
+
+def test_turns_of_a_parquet_file_of_sharegpt(extract, tmp_path):
+    table = pa.Table.from_pylist(
+        [
+            {
+                "id": "s",
+                "conversations": [
+                    {"from": who, "value": text}
+                    for who, text in [("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d")]
+                ],
+            }
+        ]
+    )
+    pq.write_table(table, tmp_path / "data.parquet")
+    code, out, err = extract("--explode-turns", data=tmp_path / "data.parquet")
+    assert (code, "2 records written" in out) == (0, True), err
+    store = hs.open(tmp_path / "out.hs.zarr")
+    assert sorted(store.ids) == ["s#0", "s#1"]
+    assert store["s#0"].num_tokens < store["s#1"].num_tokens
+    assert extract("--explode-turns", data=tmp_path / "data.parquet")[1].count("2 were there already") == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tiny_models import GATED, HIDDEN, LAYERNORM, LAYERS, RMS, SIZES, save_tiny
 from torch import nn
 
 import hsformat as hs
-from hsformat.cli import app
+from hsformat.cli.commands import app
 from hsformat.cli.output import guarded
 from hsformat.extraction.protocol import Measures
 from hsformat.problems import ForeignFileError, HsError

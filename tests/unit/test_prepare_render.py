@@ -165,6 +165,19 @@ def test_conversation_that_the_template_rejects():
     assert "TypeError" in refused(tokenizer(CHATML.replace("m['content']", "m['content'] + 1")), talk("a", "b")).got
 
 
+@pytest.mark.parametrize(
+    ("bomb", "name"),
+    [
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+        ("{{ messages[0].content * 99999999999999 }}", "MemoryError"),
+    ],
+)
+def test_template_that_dies_of_anything_is_refused(bomb, name):
+    assert name in refused(tokenizer(bomb + CHATML), talk("a", "b")).got
+
+
 def test_no_double_bos():
     tok = tokenizer("{{ '<|endoftext|>' }}" + CHATML)
     made = Renderer(tok, template_kwargs={}).conversation(talk("a", "b"))

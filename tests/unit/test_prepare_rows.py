@@ -37,6 +37,7 @@ def codes(problems: object) -> list[str]:
         (GOOD[:31], "HS602"),  # cut in the middle
         (b'{"messages": "\xff\xfe"}', "HS602"),  # not UTF-8
         (b'{"messages": NaN}', "HS602"),
+        (b'{"id": "a", "messages": [], "messages": []}', "HS602"),  # which one is meant depends on the reader
         (b'{"messages": "\\ud800"}', "HS602"),  # half a character
         (b'{"n": ' + b"9" * 5000 + b"}", "HS602"),
         (b"[" * 100_000, "HS602"),
@@ -83,7 +84,16 @@ USER = [{"role": "user", "content": "hi"}]
     [
         {"text": "hi"},
         {"messages": None},
-        {"conversations": [{"from": "human", "value": "hi"}]},
+        {"conversations": [{"from": "narrator", "value": "hi"}]},
+        {"conversations": [{"from": "human", "value": ["hi"]}]},
+        {"conversations": [{"from": "human", "role": "user", "value": "hi"}]},
+        {"conversations": [{"from": "human", "value": "hi"}], "messages": USER},
+        {"messages": USER, "system": 7},
+        {"messages": [{"role": "system", "content": "a"}, *USER], "system": "b"},
+        {"messages": USER, "tools": "{}"},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": ["f()"]}]},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": 1}]},
         {"messages": USER, "input_ids": [1]},
         {"messages": []},
         {"messages": {"role": "user"}},

@@ -1,0 +1,44 @@
+"""Every Python block of docs/guides that begins with a file name is a test file, and passes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = [
+    pytest.param(m[1], m[0], id=f"{path.stem}-{m[1]}")
+    for path in sorted((ROOT / "docs/guides").glob("*.md"))
+    for m in re.finditer(r"(?<=^```python\n)# (test_\w+\.py)\n.*?(?=^```)", path.read_text("utf-8"), re.M | re.S)
+]
+
+
+def test_every_block_of_the_testing_guide_is_run():
+    text = (ROOT / "docs/guides/testing.md").read_text("utf-8")
+    assert text.count("```python") == sum(1 for p in BLOCKS if p.id.startswith("testing-")) == 4
+
+
+@pytest.mark.parametrize(("name", "code"), BLOCKS)
+def test_block(name, code, tmp_path):
+    (tmp_path / name).write_text(code, "utf-8")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "extractors")])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tmp_path}",
+        str(tmp_path / name),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\d+ passed", done.stdout)
