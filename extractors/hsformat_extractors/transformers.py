@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hsformat.checks import token_range_problem
 from hsformat.dtypes import as_array
 from hsformat.extraction.protocol import ExtractionRequest, Rejected
 from hsformat.problems import HsError, Problem, problem
@@ -260,10 +261,8 @@ def _unfit(sample: TokenSample, loaded: _Loaded) -> list[Problem]:
     where, ids, vocab = f"record {sample.id!r}: input_ids", sample.input_ids, loaded.request.target.vocab_size
     if not len(ids):
         out.append(problem("HS102", where=where, got="0 tokens", expected="at least 1", record=sample.id))
-    bad = np.flatnonzero((ids < 0) | (ids >= vocab))
-    if bad.size:
-        out.append(problem("HS105", where=f"{where}[{bad[0]}]", got=f"{ids[bad[0]]} ({bad.size} such token(s))",
-                           expected=f"0 <= id < {vocab}", record=sample.id))  # fmt: skip
+    if found := token_range_problem(ids, vocab, where=where, record=sample.id):
+        out.append(found)
     new = loaded.request.generation.max_new_tokens or 0
     if loaded.max_positions is not None and len(ids) + new > loaded.max_positions:
         # HS106, not HS101: nothing disagrees in length; a token would stand at a position that the target has not.

@@ -10,7 +10,10 @@ from hsformat.problems import Problem, Severity, problem
 from hsformat.record import Generation, TokenSample
 from hsformat.store import Store, Writer
 
-__all__ = ["contract_drift", "record_drift"]
+__all__ = ["contract_drift", "duplicates", "mixed_generation", "record_drift"]
+
+SHOWN = 20
+"""Duplicate ids that are reported one by one; the rest is counted."""
 
 
 def contract_drift(stored: Contract, asked: Contract, where: str) -> list[Problem]:
@@ -32,6 +35,42 @@ def contract_drift(stored: Contract, asked: Contract, where: str) -> list[Proble
     return out
 
 
+def mixed_generation(stored: Store, generation: Generation) -> list[Problem]:
+    """Return a warning where a store holds records that came about otherwise than this run's will."""
+    kinds = {p.generation for s in stored.segments for p in s.provenance} - {generation}
+    return [
+        problem(
+            "HS507",
+            where=f"{stored.path}: generation",
+            got=f"{generation} (this run)",
+            expected=f"{kind} (records of the store)",
+            severity=Severity.WARNING,
+            fix="nothing, if records of both kinds are wanted in one store; hsformat info counts them",
+        )
+        for kind in sorted(kinds, key=str)
+    ]
+
+
+def duplicates(stored: Store) -> list[Problem]:
+    """Return HS107 for ids that stand twice: two runs extracted the same data into one store at the same time."""
+    owners: dict[str, list[str]] = {}
+    for segment in stored.segments:
+        for record_id in segment.ids:
+            owners.setdefault(record_id, []).append(segment.name)
+    twice = [(i, names) for i, names in owners.items() if len(names) > 1]
+    return [
+        problem(
+            "HS107",
+            where=f"{stored.path}: record {i!r}",
+            got=f"in segments {', '.join(names)} ({len(twice)} such ids)",
+            expected="one record of each id; two runs into one store are given different data",
+            fix="remove the segment folders of one of the two writers, and give the same command again",
+            record=i,
+        )
+        for i, names in twice[:SHOWN]
+    ]
+
+
 def record_drift(sample: TokenSample, generation: Generation, writer: Writer, stored: Store | None) -> list[Problem]:
     """Return why the record that is stored under a sample's id is not the one that this run would make.
 
@@ -43,7 +82,7 @@ def record_drift(sample: TokenSample, generation: Generation, writer: Writer, st
         What the store held when the run began; None: nothing.
     """
     out = _other_source(sample, writer.source_digest(sample.id))
-    if stored is not None and sample.id in stored:
+    if stored is not None and sample.id in stored and not stored.is_ambiguous(sample.id):
         old = stored.provenance(sample.id).generation
         out += [
             problem(

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import hsformat.store as hs_store
 from hsformat.contract import Contract
 from hsformat.extraction.answers import check_answer
-from hsformat.extraction.drift import contract_drift, record_drift
+from hsformat.extraction.drift import contract_drift, duplicates, mixed_generation, record_drift
 from hsformat.extraction.protocol import ExtractionRequest, Extractor, Rejected
 from hsformat.extraction.quarantine import Quarantine
 from hsformat.extraction.registry import isolated
@@ -156,8 +156,12 @@ class _Run:
         errors = [p for p in self.report.problems if p.severity is Severity.ERROR]
         if errors:
             raise ContractMismatch(errors)
-        self.stored = hs_store.open(self.out, understands=[f.name for f in writer.contract.fields])
+        self.stored = self._open(writer)
+        self.report.problems += mixed_generation(self.stored, self.request.generation)
         return writer
+
+    def _open(self, writer: Writer) -> Store:
+        return hs_store.open(self.out, understands=[f.name for f in writer.contract.fields])
 
     def __call__(
         self,
@@ -188,6 +192,7 @@ class _Run:
                     extractor.close()
             if self.writer is not None:
                 self.writer.close()
+                self.report.problems += duplicates(self._open(self.writer))
             self.report.interrupted = stop.signal
         if self.report.interrupted is None:
             for sample in self.pending.values():  # asked for and never answered (speculators PR#365)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hsformat.checks import MAX_ID_BYTES
 from hsformat.digests import digest_json
 from hsformat.prepare.messages import Found, format_problem, messages_of, shown, tools_of
 from hsformat.prepare.row import ID_KEYS, MEANING_KEYS, Row
@@ -99,10 +100,10 @@ def parse_row(row: Row) -> Conversation | TokenRow | list[Problem]:
 
 
 def _check_id(given: Any, where: str) -> Iterator[Problem]:
-    if (isinstance(given, str) and 0 < len(given.encode()) <= 1024) or type(given) is int:
+    if (isinstance(given, str) and 0 < len(given.encode()) <= MAX_ID_BYTES) or type(given) is int:
         return
     yield problem("HS107", where=f"{where}: id", got=repr(given)[:80],
-                  expected="text of 1 to 1024 bytes, or an integer",
+                  expected=f"text of 1 to {MAX_ID_BYTES} bytes, or an integer",
                   fix="give each row a short id of its own, or none")  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hsformat.checks import token_range_problem
 from hsformat.prepare.conversation import Conversation, TokenRow, parse_row
 from hsformat.prepare.render import Rendered, Renderer
 from hsformat.prepare.rows import Row, read_rows
@@ -243,10 +244,8 @@ class Preparation:
         if not ids:
             return [problem("HS102", where=item.where, got="0 tokens", expected="at least 1", record=item.id)]
         if min(ids) < 0 or max(ids) >= size:
-            bad = [i for i, token in enumerate(ids) if not 0 <= token < size]
-            got = f"{ids[bad[0]]} ({len(bad)} such token(s))"
-            return [problem("HS105", where=f"{item.where}: input_ids[{bad[0]}]", got=got, expected=f"0 <= id < {size}",
-                            record=item.id)]  # fmt: skip
+            found = token_range_problem(ids, size, where=f"{item.where}: input_ids", record=item.id)
+            return [] if found is None else [found]
         provenance = self._provenance(made.template_digest if isinstance(made, Rendered) else None)
         return TokenSample(
             id=item.id,

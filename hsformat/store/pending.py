@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.checks import CaptureStats, store_states
 from hsformat.contract import SPEC_VERSION, Contract
 from hsformat.digests import canonical_json, checksum
 from hsformat.dtypes import numpy_dtype
 from hsformat.record import Record
+from hsformat.scan import CaptureStats, store_states
 from hsformat.store.arrays import MAX_CHUNK_BYTES, ArraySpec, array_specs, encode_array, is_sharded
 from hsformat.store.backend import Backend, Data
 from hsformat.store.commit import seal

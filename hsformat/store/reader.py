@@ -142,6 +142,10 @@ class Store:
     def __contains__(self, record_id: object) -> bool:
         return record_id in self._rows
 
+    def is_ambiguous(self, record_id: str) -> bool:
+        """Whether two records have this id, so that :meth:`read` refuses it (HS107)."""
+        return record_id in self._duplicates
+
     def __iter__(self) -> Iterator[Record]:
         return (self.read(row) for row in range(len(self)))
 
@@ -160,12 +164,16 @@ class Store:
         ------
         IndexError, KeyError
             There is no such record.
+        TypeError
+            ``captures`` is text: one key is given as a list of one.
         ContractMismatch
             HS109: the store has no such capture.
         StoreError
             HS107: two records have this id. HS503, HS504, HS505: what was committed is lost or damaged; ``where``
             has the segment, the array and the record's id.
         """
+        if isinstance(captures, str):
+            raise TypeError(f"captures is a collection of keys, [{captures!r}], not text")
         keys = self.contract.keys if captures is None else tuple(captures)
         if absent := [k for k in keys if k not in self.contract.keys]:
             raise ContractMismatch(
@@ -190,7 +198,7 @@ class Store:
 
     def _place(self, key: SupportsIndex | str) -> tuple[int, int]:
         if isinstance(key, str):
-            if key in self._duplicates:
+            if self.is_ambiguous(key):
                 owners = [c.name for c in self.segments if key in c.ids]
                 raise StoreError(
                     problem(

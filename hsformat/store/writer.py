@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from hsformat.checks import CaptureStats, StateScan, check_record, to_stored
+from hsformat.checks import check_record
 from hsformat.contract import Contract
 from hsformat.digests import canonical_json
 from hsformat.dtypes import numpy_dtype
 from hsformat.problems import InvalidRecord, Problem, Severity, StoreError, problem
 from hsformat.record import Record
+from hsformat.scan import CaptureStats, StateScan, to_stored
 from hsformat.store.arrays import check_chunk
 from hsformat.store.backend import Backend
 from hsformat.store.commit import CommitRecord, load_commit

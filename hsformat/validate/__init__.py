@@ -94,7 +94,8 @@ def _duplicates(source: Source, commit: CommitRecord, owners: dict[str, str]) ->
         if (owner := owners.setdefault(rid, name)) != name:
             place = f"{source.location}/{commit.prefix}: record {rid!r}"
             got, expected = f"an id that segment {owner} has, too", "one record of each id in a store"
-            out.append(problem("HS107", where=place, got=got, expected=expected, record=rid))
+            fix = f"remove the folder of segment {owner} or {name}, and extract again what is then missing"
+            out.append(problem("HS107", where=place, got=got, expected=expected, fix=fix, record=rid))
     return out
 
 

@@ -11,9 +11,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from hsformat.checks import StateScan, check_tokens
+import numpy as np
+
+from hsformat.checks import check_tokens
 from hsformat.contract import Contract
 from hsformat.problems import Problem, StoreError, problem
+from hsformat.scan import StateScan
 from hsformat.store.backend import Source
 from hsformat.store.commit import CommitRecord
 from hsformat.store.segment import SegmentReader
@@ -149,9 +152,27 @@ class SegmentCheck:
                     at += take
                     if at == ends[row]:
                         yield from (p.at(self._where) for p in scan.problems())
+                        yield from self._stats(key, row, scan.stats.max_abs)
                         row += 1
                         if row <= last:
                             scan = StateScan(capture, commit.ids[row], norms=False)
+
+    def _stats(self, key: str, row: int, max_abs: float) -> Iterator[Problem]:
+        """Compare with the statistics recorded at write time: states of another capture or segment are found so."""
+        if f"stats/{key}" in self.unreadable:
+            return
+        recorded = float(self._reader.rows(f"stats/{key}", slice(row, row + 1))[0, 1])
+        with np.errstate(over="ignore"):
+            found = float(np.float32(max_abs))
+        if found != recorded:
+            rid = self.commit.ids[row]
+            yield problem(
+                "HS504",
+                where=f"{self._where}/hidden/{key}: record {rid!r}",
+                got=f"states with a largest absolute value of {found:g}",
+                expected=f"{recorded:g}, as recorded when they were written",
+                record=rid,
+            )
 
 
 def _array_of(key: str) -> str:

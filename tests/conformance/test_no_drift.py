@@ -25,7 +25,7 @@ from factories import tiny_contract
 from pydantic import BaseModel
 
 import hsformat
-from hsformat import align, checks, contract, digests, record
+from hsformat import align, checks, contract, digests, record, scan
 from hsformat.cli.reference import cli_commands, cli_options
 from hsformat.engines.rules import LLAMA_RULE
 from hsformat.problems import CODES
@@ -182,7 +182,7 @@ def test_compatibility_leaves_out_what_its_rule_says():
 
 def test_numbers_of_the_rules_are_those_of_the_code():
     assert f"1 to {checks.MAX_ID_BYTES:,} bytes" in rule_text("R-8")
-    assert checks.ZERO_ROW_SHARE == 1 / 100
+    assert scan.ZERO_ROW_SHARE == 1 / 100
     assert "100 z <= S" in rule_text("R-11")
     assert arrays.MAX_CHUNK_BYTES == 2**31 - 17
     assert "2^31 - 17" in rule_text("G-7")

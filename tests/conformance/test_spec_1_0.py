@@ -491,6 +491,27 @@ for text in ("{}", "[]", "null", '{"codecs": []}', "no JSON"):
         list_again(store, "hidden/d2/zarr.json")
 
 
+@breaks("G-10")
+def stats_of_other_states(store):
+    rewrite_array(store, "stats/d2", lambda s: s * 2)
+
+
+@breaks("G-10")
+def two_captures_exchanged_with_their_entries(store):
+    def edit(commit):
+        files = commit["files"]
+        for key in [k for k in files if k.startswith("hidden/d1/")]:
+            other = key.replace("d1", "d2")
+            files[key], files[other] = files[other], files[key]
+
+    hidden = segment(store) / "hidden"
+    (hidden / "d1").rename(hidden / "x")
+    (hidden / "d2").rename(hidden / "d1")
+    (hidden / "x").rename(hidden / "d2")
+    edit_commit(store, edit)
+    assert "HS504" in {p.code for p in hs.validate_store(store, level="sample")}
+
+
 @breaks("G-11")
 def a_row_too_many(store):
     rewrite_array(store, "loss_mask", lambda m: np.append(m, m[:1]))

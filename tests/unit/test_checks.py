@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from factories import tiny_contract, tiny_record
 
-from hsformat.checks import check_record, to_stored, token_range_problem
+from hsformat.checks import check_record, token_range_problem
 from hsformat.dtypes import numpy_dtype
 from hsformat.problems import InvalidRecord, Problem, Severity
 from hsformat.record import Generation, Provenance, Record
+from hsformat.scan import to_stored
 
 C = tiny_contract()
 
@@ -116,7 +117,7 @@ def test_scan_in_blocks_finds_the_same(monkeypatch):
     h[17, 3], h[39, 0] = np.nan, np.inf
     record = tiny_record(C, tokens=40, hidden={"d2": h})
     whole = check(record)
-    monkeypatch.setattr("hsformat.checks.BLOCK_BYTES", 4 * 8 * 3)
+    monkeypatch.setattr("hsformat.scan.BLOCK_BYTES", 4 * 8 * 3)
     assert check(record) == whole
     assert "2 such value(s)" in whole[0].got
 

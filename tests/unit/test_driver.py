@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -287,6 +288,34 @@ def test_two_runs_into_one_store_at_once(out):
     assert report.quarantine_path != fake.inner
     assert "s0" in report.quarantine_path.read_text()
     assert "s7" in fake.inner.read_text()
+
+
+def test_two_runs_of_the_same_data_at_once_are_found_out(out):
+    class Inner(Fake):
+        def extract(self, samples, *, stopping):  # another run of the same data, begun and ended meanwhile
+            self.inner = run(Fake(), map(sample, range(3)), out)
+            yield from super().extract(samples, stopping=stopping)
+
+    fake = Inner()
+    report = run(fake, map(sample, range(5)), out)
+    assert fake.inner.exit_code == 0
+    assert (report.exit_code, [(p.code, p.record) for p in report.problems]) == (
+        1,
+        [("HS107", f"s{i}") for i in range(3)],
+    )
+    assert run(Fake(), map(sample, range(5)), out).exit_code == 1  # as long as they are there
+    writers = sorted({s.writer for s in hs.open(out).segments})
+    for folder in (out / "segments").glob(f"{writers[0]}-*"):  # as the fix says
+        shutil.rmtree(folder)
+    report = run(Fake(), map(sample, range(5)), out)
+    assert (report.exit_code, sorted(hs.open(out).ids)) == (0, [f"s{i}" for i in range(5)])
+
+
+def test_records_of_mixed_origin_are_reported(out):
+    run(Fake(), [sample(0)], out)
+    report = run(Writes(), [sample(1)], out, request=GREEDY)
+    assert (report.exit_code, report.written) == (0, 1)
+    assert [(p.code, p.severity) for p in report.problems] == [("HS507", Severity.WARNING)]
 
 
 def test_store_that_another_process_made_meanwhile(out):
