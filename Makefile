@@ -8,13 +8,14 @@ DEMO := build/demo
 export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint format docs bench clean
+.PHONY: help demo test lint format docs bench dist clean
 
 help:
 	@echo "make demo   extract real states, validate them, see two faults refused"
 	@echo "make test   linters, types, import rules, tests"
 	@echo "make docs   write the generated documents and the JSON schema again"
 	@echo "make bench  measure import and extraction"
+	@echo "make dist   build the wheel and the source distribution in dist/"
 	@echo "make clean  remove what the above made"
 
 # torch first and by its exact version: an open range, asked for by another package, may bring a build of gigabytes.
@@ -55,6 +56,10 @@ docs: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/extraction_overhead.py --model $(DEMO)/target
+
+dist: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

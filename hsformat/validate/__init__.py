@@ -5,15 +5,18 @@ Nothing that is read is trusted, and everything that is wrong is reported. May i
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from typing import Literal, NamedTuple
 
 from hsformat.contract import Contract
-from hsformat.problems import Problem, StoreError, problem
+from hsformat.problems import HsError, Problem, problem
 from hsformat.store.backend import CountedSource, Place, Source, backend_for
 from hsformat.store.commit import CommitRecord, load_commit
 from hsformat.store.metadata import load_contract, segment_names
 from hsformat.validate.report import Level, Report, Tick
 from hsformat.validate.segment import SegmentCheck
+from hsformat.validate.target import check_target
 
 __all__ = ["Level", "Report", "run", "validate_store"]
 
@@ -23,7 +26,10 @@ SAMPLE_RECORDS = 4
 
 
 def validate_store(
-    path: Place, *, level: Level | Literal["metadata", "sample", "full"] = Level.SAMPLE
+    path: Place,
+    *,
+    level: Level | Literal["metadata", "sample", "full"] = Level.SAMPLE,
+    target: str | os.PathLike[str] | None = None,
 ) -> list[Problem]:
     """Return every problem of a store; an empty list, or notes and warnings alone, mean that it is valid.
 
@@ -32,6 +38,8 @@ def validate_store(
     level
         ``metadata``: structure, sizes of files, ids. ``sample``: also some records of some segments.
         ``full``: every checksum, every array, every number.
+    target
+        Folder of the model that the data has to be of; a folder that is no model is a problem (HS6xx), too.
 
     Notes
     -----
@@ -39,16 +47,24 @@ def validate_store(
     read one by one and states in blocks: what memory grows with are ids, of which each must be known once.
     """
     try:
-        return run(path, level=Level(level)).problems
-    except StoreError as e:
+        return run(path, level=Level(level), target=target).problems
+    except HsError as e:
         return e.problems
 
 
-def run(path: Place, *, level: Level, tick: Tick = lambda done, total: None) -> Report:
+def run(
+    path: Place,
+    *,
+    level: Level,
+    target: str | os.PathLike[str] | None = None,
+    tick: Tick = lambda done, total: None,
+) -> Report:
     """Validate and return the problems with counts of what was looked at.
 
     Parameters
     ----------
+    target
+        Folder of the model that the data has to be of (:func:`hsformat.validate.target.check_target`).
     tick
         Called with bytes read and bytes to read in all, an estimate until the end, at levels ``sample`` and ``full``.
 
@@ -56,12 +72,15 @@ def run(path: Place, *, level: Level, tick: Tick = lambda done, total: None) -> 
     ------
     StoreError
         HS501, HS502, HS504: there is no root that could be read, so that nothing can be checked.
+    ForeignFileError
+        The target's folder cannot be read as a model.
     """
     place = backend_for(path)
     contract, problems = load_contract(place)
     report = Report(store=place.location, level=level, problems=problems)
     owners: dict[str, str] = {}
     found: list[_Found] = []
+    templates: Counter[str | None] = Counter()
     for name in segment_names(place):
         commit, problems = load_commit(place, name)
         report.problems += problems
@@ -72,8 +91,11 @@ def run(path: Place, *, level: Level, tick: Tick = lambda done, total: None) -> 
         report.problems += _duplicates(place, commit, owners)
         report.segments += 1
         report.records += commit.records
+        templates.update(commit.provenance[i].template_digest for i in commit.provenance_index)
         rows = range(commit.records) if level is Level.FULL else _spread(commit.records, SAMPLE_RECORDS)
         found.append(_Found(name, frozenset(check.unreadable), check.planned(rows, full=level is Level.FULL)))
+    if target is not None:
+        report.problems += check_target(contract, templates, target, where=place.location)
     if level is not Level.METADATA:
         picked = found if level is Level.FULL else [found[i] for i in _spread(len(found), SAMPLE_SEGMENTS)]
         _content(place, contract, picked, report, tick)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hsformat.problems import ExitCode, Severity, StoreError, exit_code
+from hsformat.problems import ExitCode, HsError, NothingToOpen, Problem, Severity, exit_code
 from hsformat.validate.report import Level, Report, Tick
 
 __all__ = ["validate"]
@@ -26,6 +26,7 @@ class Format(StrEnum):
 
     TEXT = "text"
     JSON = "json"
+    GITHUB = "github"
 
 
 def validate(
@@ -36,22 +37,41 @@ def validate(
             help="metadata: structure, sizes, ids. sample: also some records. full: every checksum and every number."
         ),
     ] = Level.SAMPLE,
-    format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
+    target: Annotated[str | None, typer.Option(help="Folder of the model that the data has to be of.")] = None,
+    format: Annotated[
+        Format, typer.Option(help="text, JSON alone on stdout, or annotations of GitHub Actions.")
+    ] = Format.TEXT,
 ) -> None:
     """Check a store against the specification and report every problem found."""
     from hsformat.validate import run
 
     try:
         with _progress(level) as tick:
-            report = run(store, level=level, tick=tick)
-    except StoreError as e:  # nothing to check
+            report = run(store, level=level, target=target, tick=tick)
+        code = exit_code(report.problems)
+    except HsError as e:  # nothing to check, or nothing to compare with
         report = Report(store=store, level=level, problems=e.problems)
-    code = exit_code(report.problems)
-    if format is Format.JSON:
+        code = ExitCode.UNABLE if isinstance(e, NothingToOpen) else exit_code(e.problems)
+    if format is Format.GITHUB:
+        for p in report.problems:
+            typer.echo(_annotation(p))
+    elif format is Format.JSON:
         typer.echo(json.dumps({**report.to_dict(), "exit_code": code}, indent=2, ensure_ascii=False))
     else:
         _print_text(report)
     raise typer.Exit(code)
+
+
+def _annotation(p: Problem) -> str:
+    """Return a problem as a workflow command: percent signs and line ends are escaped, in the title also : and ,."""
+    kind = "notice" if p.severity is Severity.NOTE else p.severity.value
+    message = _escaped(f"{p.where}: got {p.got}; expected {p.expected}; fix: {p.fix}")
+    title = _escaped(f"{p.code} {p.name}").replace(":", "%3A").replace(",", "%2C")
+    return f"::{kind} title={title}::{message}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _print_text(report: Report) -> None:
