@@ -222,7 +222,8 @@ def test_captures_without_names(hidden):  # speculators#705: slots have names
 
 
 def test_masked_and_sparse_arrays():
-    torch = pytest.importorskip("torch")
+    import torch
+
     for states in (np.ma.masked_array(np.ones((7, 8))), torch.ones(7, 8).to_sparse(), torch.ones(7, 8, device="meta")):
         with pytest.raises(InvalidRecord) as e:
             tiny_record(C, hidden={"d1": states})
