@@ -41,8 +41,10 @@ def compare(contract: Contract, other: Layout | Contract) -> list[Problem]:
     Raises
     ------
     TypeError
-        ``other`` is neither.
+        ``contract`` is no contract, or ``other`` neither a layout nor a contract.
     """
+    if not isinstance(contract, Contract):
+        raise TypeError(f"what is compared is a Contract (store.contract), not {type(contract).__name__}")
     if isinstance(other, Layout):
         return _compare_layout(contract, other)
     if isinstance(other, Contract):

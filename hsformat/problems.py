@@ -208,7 +208,7 @@ CODES: dict[str, CodeInfo] = _table(
      "Restore the file from a copy, or extract the records again."),
     ("HS506", "uncommitted", _N, "A segment was begun and never committed.",
      "Nothing: readers do not see it. It takes space.",
-     "Nothing is needed; it may be removed when no writer is running."),
+     "If no writer is running, extract again what is missing; the folder may then be removed."),
     ("HS507", "contract-drift", _E, "What would be written follows another contract than the store.",
      "Records of two meanings in one store cannot be told apart.",
      "Write to another store, or use the store's contract."),

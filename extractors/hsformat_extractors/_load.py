@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,4 +73,16 @@ def load_model(folder: Path, *, dtype: str, device: torch.device, attention: str
             problem("HS411", where=str(folder), got=f"no {shown}", expected="every weight of the model",
                     fix="complete the folder; Transformers leaves a missing weight at its random start")
         )  # fmt: skip
+    if surplus := _surplus_layers(model, info["unexpected_keys"]):
+        raise ForeignFileError(
+            problem("HS301", where=str(folder), got=f"weights of more layers than the config has, such as {surplus[0]}",
+                    expected=f"{model.config.get_text_config().num_hidden_layers} layers, as config.json says",
+                    fix="correct num_hidden_layers; Transformers leaves such weights out, and the model is another one")
+        )  # fmt: skip
     return model.eval()
+
+
+def _surplus_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Return the weights that were not loaded and have a twin in the model's first layer."""
+    known = set(model.state_dict())
+    return sorted(key for key in unexpected if re.sub(r"\.[1-9][0-9]*\.", ".0.", key, count=1) in known)

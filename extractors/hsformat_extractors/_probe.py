@@ -88,7 +88,7 @@ def prove(model: Any, anatomy: Anatomy, capturer: Capturer, target: TargetModel,
     Raises
     ------
     HsError
-        All of HS204, HS205, HS206, HS301 and HS410 that the numbers show.
+        All of HS201, HS204, HS205, HS206, HS301 and HS410 that the numbers show.
     """
     reference = Reference(model, anatomy, batch, tolerance=TOLERANCE[target.dtype])
     if len(reference.states_BTH) != len(anatomy.layers) + 1:
@@ -99,6 +99,17 @@ def prove(model: Any, anatomy: Anatomy, capturer: Capturer, target: TargetModel,
                 got=f"{len(reference.states_BTH)} hidden states",
                 expected=f"{len(anatomy.layers) + 1}: the embedding and one a layer",
                 fix="Transformers cannot show this model's states, so that captures cannot be proved",
+            )
+        )
+    logits_SV = reference.rows(reference.logits_BTV)
+    if bool((logits_SV.isnan() | logits_SV.isposinf()).any()):  # minus infinity rules a padded token out
+        raise HsError(
+            problem(
+                "HS201",
+                where="target: logits of a short input",
+                got="NaN or infinity",
+                expected="finite logits",
+                fix="check lm_head's weights, or run the target in another dtype",
             )
         )
     convention = last_convention(

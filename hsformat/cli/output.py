@@ -21,6 +21,9 @@ def guarded(run: Callable[[], Any]) -> int:
     try:
         run()
     except SystemExit as e:  # typer ends every command so
+        if _interrupted(e):
+            typer.echo("hsformat: stopped", err=True)
+            return 130
         return e.code if isinstance(e.code, int) else ExitCode.UNABLE
     except HsError as e:
         echo_problems(e.problems, err=True)
@@ -35,6 +38,15 @@ def guarded(run: Callable[[], Any]) -> int:
         typer.echo(f"hsformat: {type(e).__name__}: {e}", err=True)
         return ExitCode.UNABLE
     return ExitCode.CLEAN
+
+
+def _interrupted(e: BaseException | None) -> bool:
+    """Whether an interrupt is among the causes."""
+    while e is not None:
+        if isinstance(e, KeyboardInterrupt):
+            return True
+        e = e.__cause__ or e.__context__
+    return False
 
 
 @contextmanager

@@ -12,9 +12,6 @@ from hsformat.store import Store, Writer
 
 __all__ = ["contract_drift", "duplicates", "mixed_generation", "record_drift"]
 
-SHOWN = 20
-"""Duplicate ids that are reported one by one; the rest is counted."""
-
 
 def contract_drift(stored: Contract, asked: Contract, where: str) -> list[Problem]:
     """Return a problem a differing field; a moved or renamed target is a note, since its digests are equal."""
@@ -52,22 +49,25 @@ def mixed_generation(stored: Store, generation: Generation) -> list[Problem]:
 
 
 def duplicates(stored: Store) -> list[Problem]:
-    """Return HS107 for ids that stand twice: two runs extracted the same data into one store at the same time."""
-    owners: dict[str, list[str]] = {}
+    """Return HS107 a pair of writers that share ids: two runs extracted one data into one store at the same time."""
+    first: dict[str, str] = {}
+    shared: dict[tuple[str, str], list[str]] = {}
     for segment in stored.segments:
         for record_id in segment.ids:
-            owners.setdefault(record_id, []).append(segment.name)
-    twice = [(i, names) for i, names in owners.items() if len(names) > 1]
+            owner = first.setdefault(record_id, segment.writer)
+            if owner != segment.writer:
+                shared.setdefault((owner, segment.writer), []).append(record_id)
     return [
         problem(
             "HS107",
-            where=f"{stored.path}: record {i!r}",
-            got=f"in segments {', '.join(names)} ({len(twice)} such ids)",
+            where=f"{stored.path}: segments of writers {a} and {b}",
+            got=f"{len(ids)} id(s) in both, such as {ids[0]!r}",
             expected="one record of each id; two runs into one store are given different data",
-            fix="remove the segment folders of one of the two writers, and give the same command again",
-            record=i,
+            fix=f"remove all segments of one of them, for example: rm -r {stored.path}/segments/{b}-*; then give the "
+            "same command again, which extracts what is missing",
+            record=ids[0],
         )
-        for i, names in twice[:SHOWN]
+        for (a, b), ids in shared.items()
     ]
 
 

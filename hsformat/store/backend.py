@@ -92,8 +92,12 @@ def backend_for(path: Place) -> Backend:
     ------
     StoreError
         HS501: an address of a scheme that is not supported, or text that is no path.
+    TypeError
+        It is neither a path nor a backend.
     """
     if not isinstance(path, (str, os.PathLike)):
+        if not hasattr(path, "location"):
+            raise TypeError(f"a store is at a path or in a Backend, not in {type(path).__name__}")
         return path
     text = os.fspath(path)
     if "://" in text or "\0" in text or not text:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hsformat.contract import SPEC_VERSION, Contract, parse_contract
 from hsformat.problems import Problem, StoreError, problem
-from hsformat.store.backend import Backend
+from hsformat.store.backend import Backend, Source
 
 __all__ = [
     "SEGMENTS",
@@ -25,6 +25,7 @@ __all__ = [
     "load_contract",
     "root_attribute",
     "segment_names",
+    "segments_group_problems",
 ]
 
 SEGMENTS = "segments"
@@ -54,6 +55,23 @@ def ensure_segments(backend: Backend) -> None:
     if backend.size(key) is None:
         with contextlib.suppress(FileExistsError):  # another writer was faster
             backend.publish(key, group_json())
+
+
+def segments_group_problems(source: Source) -> list[Problem]:
+    """Return HS504 where ``segments/zarr.json`` is no Zarr group: other Zarr readers then see no segment."""
+    key = f"{SEGMENTS}/zarr.json"
+    try:
+        data = json_object(source.read(key))
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        data = f"cannot be read: {e.strerror or e}"
+    if isinstance(data, dict):
+        if data.get("zarr_format") == 3 and data.get("node_type") == "group":
+            return []
+        data = "no Zarr v3 group"
+    fix = "remove this file: the next writer makes it again"
+    return [problem("HS504", where=f"{source.location}/{key}", got=data, expected="a Zarr v3 group", fix=fix)]
 
 
 def segment_names(backend: Backend) -> list[str]:

@@ -142,6 +142,8 @@ class Writer:
         StoreError
             The segment before it could not be written (HS506), or the record is beyond a limit of the codec (HS501).
         """
+        if not isinstance(record, Record):
+            raise TypeError(f"what is appended is a Record, not {type(record).__name__}")
         self._ready()
         problems, stats = check_record(self.contract, record)
         if isinstance(record.id, str) and record.id in self.ids:

@@ -13,7 +13,7 @@ from hsformat.contract import Contract
 from hsformat.problems import HsError, Problem, problem
 from hsformat.store.backend import CountedSource, Place, Source, backend_for
 from hsformat.store.commit import CommitRecord, load_commit
-from hsformat.store.metadata import load_contract, segment_names
+from hsformat.store.metadata import load_contract, segment_names, segments_group_problems
 from hsformat.validate.report import Level, Report, Tick
 from hsformat.validate.segment import SegmentCheck
 from hsformat.validate.target import check_target
@@ -78,6 +78,7 @@ def run(
     place = backend_for(path)
     contract, problems = load_contract(place)
     report = Report(store=place.location, level=level, problems=problems)
+    report.problems += segments_group_problems(place)
     owners: dict[str, str] = {}
     found: list[_Found] = []
     templates: Counter[str | None] = Counter()
@@ -116,7 +117,8 @@ def _duplicates(source: Source, commit: CommitRecord, owners: dict[str, str]) ->
         if (owner := owners.setdefault(rid, name)) != name:
             place = f"{source.location}/{commit.prefix}: record {rid!r}"
             got, expected = f"an id that segment {owner} has, too", "one record of each id in a store"
-            fix = f"remove the folder of segment {owner} or {name}, and extract again what is then missing"
+            writers = f"{owner.split('-')[0]}-* or {name.split('-')[0]}-*"
+            fix = f"remove all segments of one writer ({writers}), and extract again what is missing"
             out.append(problem("HS107", where=place, got=got, expected=expected, fix=fix, record=rid))
     return out
 

@@ -149,6 +149,13 @@ def root_without_digest(store):
     edit_root(store, lambda a: a.pop("contract_digest"), digest=False)
 
 
+@breaks("S-8")
+def group_of_the_segments_cut(store):
+    path = store / "segments" / "zarr.json"
+    path.write_text(path.read_text()[:9])
+    assert len(hs.open(store)) == 4  # a reader does not need it
+
+
 @breaks("S-5")
 def uncommitted_segment(store):
     (segment(store) / "zarr.json").unlink()

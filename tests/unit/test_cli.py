@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from factories import tiny_contract
+from safetensors.numpy import load_file, save_file
 
 import hsformat as hs
 from hsformat.cli.commands import app
@@ -205,6 +206,22 @@ def test_model_folders_that_cannot_be_used(extract, tmp_path):
     (folder / "config.json").write_text('{"architectures": ["Llama')
     code, _, err = extract(model=folder)
     assert (code, "HS602" in codes(err)) == (1, True)
+
+
+def test_weights_that_make_another_model(extract, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
+    code, _, err = extract(model=folder, layers="2,3,4")  # Transformers would leave the eighth layer out
+    assert (code, codes(err)) == (1, {"HS301"})
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][5, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    code, _, err = extract("--generate", 3, model=folder)  # answers would be the token whose logit is NaN
+    assert (code, codes(err)) == (1, {"HS201"})
+    assert not (tmp_path / "out.hs.zarr").exists()
 
 
 def test_output_that_is_no_path(extract, tmp_path, monkeypatch):

@@ -95,5 +95,7 @@ def test_what_does_not_decide_meaning_is_a_note():
 
 
 def test_nothing_else_is_compared():
+    with pytest.raises(TypeError, match=r"store\.contract"):
+        compare(object(), tiny_contract())  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         compare(tiny_contract(), ["d1"])  # type: ignore[arg-type]
