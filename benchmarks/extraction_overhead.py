@@ -50,7 +50,7 @@ class TimedExtractor(TransformersExtractor):
         self, samples: Iterable[TokenSample], *, stopping: Callable[[], bool] = lambda: False
     ) -> Iterator[Record | Rejected]:
         """Time the passes of the model's body."""
-        body = self._loaded.capturer.anatomy.body  # type: ignore[union-attr]
+        body = self._loaded.capturer.anatomy.body  # type: ignore[union-attr]  # loaded
         begun = 0.0
 
         def before(*_: Any) -> None:
@@ -88,7 +88,7 @@ def main() -> None:
 
     import hsformat_extractors._capture
 
-    hsformat_extractors._capture.Capturer = TimedCapturer  # type: ignore[misc]
+    hsformat_extractors._capture.Capturer = TimedCapturer  # type: ignore[misc]  # timed in its place
     described = describe(args.model, dtype=args.dtype)
     table = Table(title=f"{args.model}, {args.dtype}, {torch.get_num_threads()} threads, {args.samples} samples")
     for name in ("codec", "tokens", "tokens/s", "wall s", "forward s", "captures s", "rest s", "outside"):

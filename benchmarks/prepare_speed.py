@@ -82,11 +82,11 @@ def timed(tokenizer: Any) -> Iterator[tuple[Clock, Clock]]:
             tok.apply_chat_template = template.wrap(tok.apply_chat_template)
         return pieces
 
-    Pieces.of = timed_of  # type: ignore[method-assign]
+    Pieces.of = timed_of  # type: ignore[method-assign]  # timed in its place
     try:
         yield encoder, template
     finally:
-        Pieces.of = of  # type: ignore[method-assign]
+        Pieces.of = of  # type: ignore[method-assign]  # put back
         vars(tokenizer).pop("apply_chat_template", None)
 
 

@@ -44,7 +44,7 @@ def measure(captures: int, codec: str, gib: float) -> dict[str, float]:
         tokenizer_digest=digest("3"),
         captures=tuple(hs.Capture(depth=d, norm="none", dtype="bfloat16") for d in depths),
         positions="1d",
-        codec=codec,  # type: ignore[arg-type]
+        codec=codec,  # type: ignore[arg-type]  # text from the command line; the model checks it
         fields=(),
         layout=hs.Layout(aux=tuple(f"d{d}" for d in depths), last=None),
     )  # fmt: skip

@@ -18,15 +18,13 @@ What each rule supervises, for assistant spans [a, b) of the unshifted mask m:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from hsformat.layout import EAGLE3_SHIFT, Shift
 
 __all__ = ["MaskRule", "StepView", "step_view", "supervised"]
 
 MaskRule = Literal["serving", "input", "target", "feature"]
-
-A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from zarr.core.dtype.npy.common import endianness_to_numpy_str, get_endianness_f
 from zarr.dtype import ZDType, data_type_registry
 
 try:
-    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined, unused-ignore]
+    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined, unused-ignore]  # by version
 except ImportError:  # where zarr 3.1.6 has it; a later one warns there
     from zarr.dtype import DataTypeValidationError
 
@@ -101,7 +101,7 @@ class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):
         if isinstance(data, _NATIVE.type):
             return data
         if self._check_scalar(data):
-            return _NATIVE.type(float(data))  # type: ignore[arg-type]
+            return _NATIVE.type(float(data))  # type: ignore[arg-type]  # checked in the line above
         raise TypeError(f"Cannot convert {data!r} of type {type(data)} to a scalar of bfloat16")
 
     def default_scalar(self) -> Any:

@@ -207,7 +207,7 @@ class Store:
                         got=f"one in each of {owners}",
                         expected="one record of this id",
                         record=key,
-                        fix="read by number; write the records that are meant to another store",
+                        fix="read by number, or remove all segments of one writer and extract again what is missing",
                     )
                 )
             i = self._rows[key]

@@ -305,7 +305,7 @@ def _run_dtype(config: ModelConfig, dtype: str | None, problems: list[Problem]) 
     name = config.dtype if dtype is None else dtype
     for known in get_args(StateDtype):
         if name == known:
-            return known  # type: ignore[no-any-return]
+            return known  # type: ignore[no-any-return]  # get_args is untyped
     problems.append(
         problem(
             "HS603", where=f"{config.path}: dtype" if dtype is None else "dtype", got=name or "no dtype or torch_dtype",
