@@ -36,8 +36,8 @@ def info(
 def _open(path: str) -> Any:
     """Open a store to describe it: every declared field is understood, and damaged segments are reported."""
     from hsformat.store import open as open_store
-    from hsformat.store.backend import backend_for
     from hsformat.store.metadata import load_contract
+    from hsformat.store.places import backend_for
 
     contract, _ = load_contract(backend_for(path))
     return open_store(path, understands=[f.name for f in contract.fields], damaged="skip")

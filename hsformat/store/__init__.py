@@ -1,16 +1,18 @@
 """The store: immutable segments of records under one contract, as a Zarr v3 hierarchy (docs/spec/1.0.md).
 
 ============== =====================================================================
-``backend``    where the bytes are; the only module that touches a file system
-``array_json`` what the metadata of each array must be, clause by clause
-``arrays``     which arrays a segment has; encoding and decoding through zarr-python
+``backend``    what a place of bytes must do     ``local``  a folder     ``places``  which place a user means
 ``metadata``   the root's JSON, and the names of segments
 ``commit``     the commit record of a segment
-``pending``    records in memory, and how they become a segment
+``array_json`` what the metadata of each array must be, clause by clause
+``arrays``     which arrays a segment has, and how they are cut into chunks
+``codec``      the bytes of one chunk            ``shards``  the file of one array
+``writer``     the writer: validates, and has a thread of its own for all that changes the store
+``pending``    rows of the segment being written ``building``  the segment itself  ``encoder``  its threads
 ``segment``    reading one segment, compared with its commit record
+``native``     decoding by ourselves             ``reference``  decoding by zarr-python
 ``verify``     comparing files and offsets with the commit record
-``writer``     the writer            ``create``  create, append
-``reader``     the store, open
+``create``     create, append                    ``reader``  the store, open
 ============== =====================================================================
 """
 

@@ -1,28 +1,27 @@
 """What the ``zarr.json`` of an array must be (rules G-7, G-11), and comparing one with it, clause by clause.
 
-Zarr allows several spellings of one meaning; all are brought to the plainest before they are compared. zarr-python is
-then given the JSON of this module and not that of the disk: what it decodes by is what was checked.
+Zarr allows several spellings of one meaning; all are brought to the plainest before they are compared. Arrays are then
+decoded by what was checked, and never by what is on the disk.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from hsformat.contract import differing_fields
 from hsformat.dtypes import dtype_name
 from hsformat.problems import Problem, problem
+from hsformat.store.codec import MAX_CHUNK_BYTES, Codec
 from hsformat.store.metadata import json_object
 
-__all__ = ["MAX_CHUNK_BYTES", "ArraySpec", "Codec", "array_json", "check_array_json", "is_sharded"]
+__all__ = ["ArraySpec", "Axis", "Encoding", "array_json", "check_array_json"]
 
-MAX_CHUNK_BYTES = 2**31 - 1 - 16
-"""Blosc counts bytes in a signed 32-bit integer, its header of 16 bytes included (numcodecs#80)."""
-
-Codec = Literal["compact", "fast"]
+Axis = Literal["state", "token", "record"]
+"""What the rows of an array are of: states, tokens, or else (records, bytes of ids)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +31,17 @@ class ArraySpec:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    axis: Axis = "record"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the array is cut into chunks inside one shard; any other is one chunk."""
+        return self.axis != "record"
+
+    @property
+    def file(self) -> str:
+        """The key of its one shard or chunk, relative to the array."""
+        return "/".join(["c", *"0" * len(self.shape)])
 
     @property
     def nbytes(self) -> int:
@@ -42,11 +52,6 @@ class ArraySpec:
     def row_bytes(self) -> int:
         """Bytes of one row before they are encoded."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-
-def is_sharded(name: str) -> bool:
-    """Return whether an array is cut into chunks inside one shard; any other is one chunk."""
-    return name.startswith("hidden/")
 
 
 def array_json(spec: ArraySpec, *, codec: Codec, chunk_rows: int) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def array_json(spec: ArraySpec, *, codec: Codec, chunk_rows: int) -> dict[str, A
         "blocksize": chunk_rows * spec.row_bytes,
     }
     codecs = [little, {"name": "blosc", "configuration": blosc}, checksum] if codec == "compact" else [little, checksum]
-    chunk, sharded = (chunk_rows, *spec.shape[1:]), is_sharded(spec.name)
+    chunk, sharded = (chunk_rows, *spec.shape[1:]), spec.sharded
     if sharded:
         configuration = {
             "chunk_shape": list(chunk),
@@ -81,35 +86,43 @@ def array_json(spec: ArraySpec, *, codec: Codec, chunk_rows: int) -> dict[str, A
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         # A reader that does not check sizes sees NaN where states are lost, never zeros (zarr-python#486).
-        "fill_value": "NaN" if sharded else fill,
+        "fill_value": "NaN" if spec.axis == "state" else fill,
         "codecs": codecs,
         "attributes": {},
     }
 
 
-def check_array_json(raw: bytes, spec: ArraySpec, *, codec: Codec, where: str) -> tuple[dict[str, Any], list[Problem]]:
+class Encoding(NamedTuple):
+    """How the numbers of an array are encoded: rows of a chunk, and by which codec."""
+
+    chunk_rows: int
+    codec: Codec
+
+
+def check_array_json(raw: bytes, spec: ArraySpec, *, where: str) -> tuple[Encoding, list[Problem]]:
     """Compare the bytes of a ``zarr.json`` with what it must be.
 
     Returns
     -------
-    What it must be, for its own number of rows a chunk; and one problem a clause that differs: HS101 for the number of
+    How the array says that it is encoded; and one problem a clause that differs from rule G-7: HS101 for the number of
     rows, HS507 for everything else.
     """
+    none = Encoding(0, "fast")
     data = json_object(raw)
     if isinstance(data, str):
-        return {}, [_drift(f"{where}/zarr.json", data, "metadata of a Zarr v3 array")]
+        return none, [_drift(f"{where}/zarr.json", data, "metadata of a Zarr v3 array")]
     if (shape := data.get("shape")) != list(spec.shape):  # chunks follow from the shape: nothing else is compared
         if isinstance(shape, list) and shape[1:] == list(spec.shape[1:]) and type(shape[0]) is int:
             fix, expected = "write the segment again", f"{spec.shape[0]}, by the commit record"
-            return {}, [problem("HS101", where=where, got=f"{shape[0]} rows", expected=expected, fix=fix)]
-        return {}, [_drift(f"{where}/zarr.json: shape", shape, list(spec.shape))]
+            return none, [problem("HS101", where=where, got=f"{shape[0]} rows", expected=expected, fix=fix)]
+        return none, [_drift(f"{where}/zarr.json: shape", shape, list(spec.shape))]
     rows, most = _chunk_rows(data, spec), MAX_CHUNK_BYTES // spec.row_bytes
-    if is_sharded(spec.name) and not 0 < rows <= most:
+    if spec.sharded and not 0 < rows <= most:
         got, expected = f"inner chunks of {rows} rows", f"1 to {most} rows, by the limit of Blosc"
-        return {}, [_drift(f"{where}/zarr.json: codecs[0].configuration.chunk_shape", got, expected)]
-    wanted = array_json(spec, codec=codec, chunk_rows=rows)
-    plain, expected_plain = _plain(data, spec), _plain(wanted, spec)
-    return wanted, [
+        return none, [_drift(f"{where}/zarr.json: codecs[0].configuration.chunk_shape", got, expected)]
+    encoding = Encoding(rows, _codec(data, spec))
+    plain, expected_plain = _plain(data, spec), _plain(array_json(spec, **encoding._asdict()), spec)
+    return encoding, [
         _drift(f"{where}/zarr.json: {path}", got, expected)
         for path, got, expected in differing_fields(plain, expected_plain)
     ]
@@ -122,7 +135,7 @@ def _drift(where: str, got: Any, expected: Any) -> Problem:
 
 def _chunk_rows(data: dict[str, Any], spec: ArraySpec) -> int:
     """Return rows of an inner chunk, as the metadata says; 0: it does not."""
-    if not is_sharded(spec.name):
+    if not spec.sharded:
         return spec.shape[0]
     match data.get("codecs"):
         case [{"configuration": {"chunk_shape": [int(rows), *_]}}, *_] if not isinstance(rows, bool):
@@ -131,6 +144,16 @@ def _chunk_rows(data: dict[str, Any], spec: ArraySpec) -> int:
             return 0
         case _:  # another codec: reported by comparing, for which any number does
             return 1
+
+
+def _codec(data: dict[str, Any], spec: ArraySpec) -> Codec:
+    """Return which of the two lists of codecs the metadata has, or is closer to."""
+    codecs = data.get("codecs")
+    match codecs:
+        case [{"configuration": {"codecs": inner}}, *_] if spec.sharded:
+            codecs = inner
+    named = [_named(c) for c in codecs] if isinstance(codecs, list) else []
+    return "compact" if any(isinstance(c, dict) and c.get("name") == "blosc" for c in named) else "fast"
 
 
 def _plain(data: dict[str, Any], spec: ArraySpec) -> dict[str, Any]:

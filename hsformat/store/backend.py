@@ -1,33 +1,83 @@
-"""Where the bytes of a store are: the only module of the store that touches a file system.
+"""Where the bytes of a store are: what a reader and a writer need of a place.
 
 A backend is a flat name space of immutable objects under keys such as ``segments/0a-0/zarr.json``. It promises
 what the format needs and no more: an object is written whole and durably, and one object can be *published*, which
 makes it appear under its key complete or not at all, and never in place of another. Object stores have this as
-put-if-absent; a local disk has it as a hard link to a finished file. Imports ``problems`` alone of hsformat.
+put-if-absent; a local disk has it as a hard link to a finished file (``local``). Imports nothing of hsformat.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import secrets
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.problems import StoreError, problem
+__all__ = [
+    "Backend",
+    "BufferedSink",
+    "Bytes",
+    "CountedSource",
+    "Data",
+    "Entry",
+    "OpenObject",
+    "Opens",
+    "Place",
+    "RangedObject",
+    "Sink",
+    "Source",
+    "open_object",
+]
 
-__all__ = ["Backend", "CountedSource", "Data", "LocalBackend", "Place", "Source", "backend_for"]
+Bytes = npt.NDArray[np.uint8]
+"""One axis of bytes."""
 
-Data = bytes | npt.NDArray[np.uint8]
+Data = bytes | Bytes
 """What is written: bytes, or an array of them, which need not be copied."""
 
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+class Entry(NamedTuple):
+    """One object in a listing: its key, its size in bytes, when it was last written in seconds since 1970."""
+
+    key: str
+    size: int
+    modified: float
+
+
+class OpenObject(Protocol):
+    """An object that is read in many places; it is let go when nobody refers to it."""
+
+    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+        """Fill arrays, one after another, with the bytes from ``start`` on; return how many there were (OSError)."""
+        ...
+
+
+@runtime_checkable
+class Opens(Protocol):
+    """What a source may have beside: an object once opened is read in place, without copies. May be left out."""
+
+    def open_object(self, key: str) -> OpenObject:
+        """Open an object. FileNotFoundError if there is none."""
+        ...
+
+
+class Sink(Protocol):
+    """A new object that is written from its beginning to its end, and never by two threads at once. OSError."""
+
+    def write(self, data: Data) -> None:
+        """Add bytes, all of them; the array may be changed afterwards."""
+        ...
+
+    def close(self) -> None:
+        """Make the object whole and durable, as :meth:`Backend.write` does."""
+        ...
+
+    def abort(self) -> None:
+        """Let it go, after an error or twice; what becomes of its bytes is for :meth:`Backend.discard`."""
+        ...
 
 
 class Source(Protocol):
@@ -62,6 +112,13 @@ class Backend(Source, Protocol):
         """Write a new object whole and durably. FileExistsError if there is one: nothing is overwritten."""
         ...
 
+    def create(self, key: str) -> Sink:
+        """Begin a new object, of any size, in bounded memory. FileExistsError if there is one, here or at its end.
+
+        A place that has nothing like it returns ``BufferedSink(self.write, key)``.
+        """
+        ...
+
     def settle(self, key: str) -> None:
         """Return when the names of all objects under a key are durable, too."""
         ...
@@ -80,127 +137,58 @@ class Backend(Source, Protocol):
         """
         ...
 
+    def listing(self, key: str) -> list[Entry]:
+        """Return all objects under a key, however deep, sorted by key; empty if there is nothing."""
+        ...
+
+    def remove(self, key: str) -> None:
+        """Remove one object durably, published or not. FileNotFoundError if there is none."""
+        ...
+
 
 Place = str | os.PathLike[str] | Backend
 """Where a store is: a path, or a backend that somebody else wrote (``hsformat.testing.StoreConformance`` tests it)."""
 
 
-def backend_for(path: Place) -> Backend:
-    """Return the backend of a path; a backend is returned as it is.
+class BufferedSink:
+    """A sink that holds everything until it is closed, for places that write whole objects alone."""
 
-    Raises
-    ------
-    StoreError
-        HS501: an address of a scheme that is not supported, or text that is no path.
-    TypeError
-        It is neither a path nor a backend.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        if not hasattr(path, "location"):
-            raise TypeError(f"a store is at a path or in a Backend, not in {type(path).__name__}")
-        return path
-    text = os.fspath(path)
-    if "://" in text or "\0" in text or not text:
-        raise StoreError(
-            problem(
-                "HS501",
-                where=repr(text),
-                got="an address" if "://" in text else "no path",
-                expected="the path of a folder on a local or mounted disk",
-                fix="give such a path",
-            )
-        )
-    return LocalBackend(text)
+    def __init__(self, write: Callable[[str, bytes], None], key: str) -> None:
+        self._write, self._key, self._data = write, key, bytearray()
+
+    def write(self, data: Data) -> None:
+        """Keep a copy."""
+        self._data += data if isinstance(data, bytes) else data.data
+
+    def close(self) -> None:
+        """Write the object."""
+        self._write(self._key, bytes(self._data))
+
+    def abort(self) -> None:
+        """Forget everything."""
+        self._data.clear()
 
 
-class LocalBackend:
-    """A folder on a local or mounted disk."""
+def open_object(source: Source, key: str) -> OpenObject:
+    """Open an object of any source for reading in place; one that does not open objects is asked for each range."""
+    return source.open_object(key) if isinstance(source, Opens) else RangedObject(source, key)
 
-    def __init__(self, path: str) -> None:
-        self._location = path
-        self._root = Path(os.path.abspath(path))
 
-    @property
-    def location(self) -> str:
-        """The path as given."""
-        return self._location
+class RangedObject:
+    """An object of a source that reads ranges alone: each is copied to where it is wanted."""
 
-    def state(self) -> Literal["absent", "empty", "file", "folder"]:
-        """Return what is at the path."""
-        if self._root.is_dir():
-            with os.scandir(self._root) as entries:
-                return "folder" if any(not _is_leftover(e.name) for e in entries) else "empty"
-        return "file" if os.path.lexists(self._root) else "absent"
+    def __init__(self, source: Source, key: str) -> None:
+        self._source, self._key = source, key
 
-    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return bytes of a file."""
-        with (self._root / key).open("rb", buffering=0) as f:
-            if start:
-                f.seek(start)
-            if length is None:
-                return f.read()
-            parts = []
-            while length and (part := f.read(length)):  # a raw read may be short
-                parts.append(part)
-                length -= len(part)
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def size(self, key: str) -> int | None:
-        """Return the size of a regular file; None if there is none."""
-        path = self._root / key
-        try:
-            return path.stat().st_size if path.is_file() else None
-        except FileNotFoundError:
-            return None
-
-    def folders(self, key: str) -> list[str]:
-        """Return the names of the folders under a key, sorted."""
-        try:
-            with os.scandir(self._root / key) as entries:
-                return sorted(e.name for e in entries if e.is_dir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def write(self, key: str, data: Data) -> None:
-        """Write a new file and flush it to the disk."""
-        path = self._root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_new(path, data)
-
-    def settle(self, key: str) -> None:
-        """Flush the folders under a key; :meth:`publish` flushes those that lead to it."""
-        for folder, _, _ in os.walk(self._root / key, topdown=False):
-            _sync_folder(Path(folder))
-
-    def publish(self, key: str, data: bytes) -> None:
-        """Write the file under another name, then link it to its own: it appears whole or not at all."""
-        path = self._root / key
-        top = next(p for p in (self._root.parent, *self._root.parent.parents) if p.is_dir())  # what is below may be new
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-        try:
-            _write_new(temporary, data)
-            _link_new(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        for folder in path.parents:
-            _sync_folder(folder)
-            if folder == top:
-                break
-
-    def discard(self, key: str) -> None:
-        """Remove files, then folders, deepest first; nothing if the commit record is there or may be."""
-        published = self._root / key / "zarr.json"
-        with contextlib.suppress(FileNotFoundError):
-            published.lstat()
-            raise FileExistsError(errno.EEXIST, "published, and not removed", str(published))
-        for folder, _, files in os.walk(self._root / key, topdown=False):
-            for name in files:
-                with contextlib.suppress(OSError):
-                    (Path(folder) / name).unlink()
-            with contextlib.suppress(OSError):
-                Path(folder).rmdir()
+    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+        """Read one range, and cut it up."""
+        data = np.frombuffer(self._source.read(self._key, start, sum(map(len, parts))), np.uint8)
+        at = 0
+        for part in parts:
+            piece = data[at : at + len(part)]
+            part[: len(piece)] = piece
+            at += len(piece)
+        return at
 
 
 class CountedSource:
@@ -215,77 +203,25 @@ class CountedSource:
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Return bytes, and count them."""
         data = self._source.read(key, start, length)
-        with self._lock:  # zarr reads in threads
-            self.bytes_read += len(data)
-            self._tick(self.bytes_read)
+        self.count(len(data))
         return data
 
+    def open_object(self, key: str) -> OpenObject:
+        """Open an object whose bytes are counted as well."""
+        return _Counted(open_object(self._source, key), self.count)
 
-def _is_leftover(name: str) -> bool:
-    """Whether a file is what a writer that was killed in :meth:`LocalBackend.publish` left behind."""
-    return name.startswith(".zarr.json.") and name.endswith((".partial", ".guard"))
-
-
-def _write_new(path: Path, data: Data) -> None:
-    view = memoryview(data) if isinstance(data, bytes) else data.data
-    with path.open("xb", buffering=0) as f:
-        while view:
-            view = view[f.write(view) :]
-        os.fsync(f.fileno())
+    def count(self, nbytes: int) -> None:
+        """Add to what was read."""
+        with self._lock:  # zarr reads in threads
+            self.bytes_read += nbytes
+            self._tick(self.bytes_read)
 
 
-def _link_new(temporary: Path, path: Path) -> None:
-    try:
-        path.hardlink_to(temporary)
-    except OSError as e:
-        if e.errno in _NO_LINKS:
-            _rename_new(temporary, path)
-        elif not _is_link(temporary, path):
-            raise
+class _Counted:
+    def __init__(self, opened: OpenObject, count: Callable[[int], None]) -> None:
+        self._opened, self._count = opened, count
 
-
-def _is_link(temporary: Path, path: Path) -> bool:
-    """Whether a link was made although the answer says otherwise: NFS repeats a request whose answer was lost."""
-    try:
-        return path.samefile(temporary)
-    except OSError:
-        return False
-
-
-def _rename_new(temporary: Path, path: Path) -> None:
-    """Rename if there is nothing yet, on a file system without hard links; the lock ends with its process."""
-    if os.name == "nt":  # where a rename replaces nothing
-        temporary.rename(path)
-        return
-    import fcntl
-
-    guard = path.with_name(f".{path.name}.guard")
-    with contextlib.ExitStack() as stack:
-        while True:
-            lock = stack.enter_context(guard.open("ab"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(guard.stat(), os.fstat(lock.fileno())):
-                    break  # nobody has removed it while this process waited
-        try:
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, "exists", str(path))
-            temporary.rename(path)
-        finally:
-            guard.unlink(missing_ok=True)
-
-
-def _sync_folder(path: Path) -> None:
-    if os.name == "nt":  # cannot open a folder there, and need not
-        return
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except PermissionError:  # a folder above the store that may be entered and not read
-        return
-    try:
-        os.fsync(fd)
-    except OSError as e:
-        if e.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EROFS}:  # some mounted disks cannot flush folders
-            raise
-    finally:
-        os.close(fd)
+    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+        n = self._opened.read_into(start, parts)
+        self._count(n)
+        return n

@@ -22,11 +22,12 @@ from hsformat.digests import Digest, canonical_json, checksum
 from hsformat.models import FromList, Frozen
 from hsformat.problems import Problem, problem
 from hsformat.record import Generation, Provenance
-from hsformat.store.arrays import ArraySpec, array_specs
+from hsformat.store.array_json import ArraySpec
+from hsformat.store.arrays import array_specs
 from hsformat.store.backend import Source
-from hsformat.store.metadata import SEGMENTS, hs_attribute, json_object
+from hsformat.store.metadata import SEGMENT_NAME, SEGMENTS, hs_attribute, json_object, segment_names
 
-__all__ = ["CommitRecord", "FileEntry", "Files", "load_commit", "seal"]
+__all__ = ["CommitRecord", "FileEntry", "Files", "load_commit", "load_commits", "replaced_note", "seal"]
 
 _FILE_KEY = re.compile(r"(?!(.*/)?\.{0,2}(/|\Z))[^\0]+\Z", re.DOTALL)
 """No part is empty, ``.`` or ``..``: a commit record never leads out of its segment."""
@@ -114,6 +115,8 @@ class CommitRecord:
         Of each record: digest of the sample that it was made from, or None.
     producer
         What wrote the segment, as JSON; None: not said.
+    replaces
+        Names of segments that do not exist any more since this one does.
     files
         Every file of the segment but the commit record.
     """
@@ -127,6 +130,7 @@ class CommitRecord:
     provenance_index: Sequence[int]
     source_digests: Sequence[str | None]
     producer: Mapping[str, Any] | None
+    replaces: tuple[str, ...]
     files: Files
 
     @property
@@ -164,6 +168,10 @@ class CommitRecord:
         """First row of each record in the token arrays, and their length."""
         return array("q", accumulate(self.tokens, initial=0))
 
+    @cached_property
+    def _id_bytes(self) -> int:
+        return sum(len(i.encode()) for i in self.ids)
+
     def array_specs(self, contract: Contract) -> dict[str, ArraySpec]:
         """Return the arrays that the segment must have, by name."""
         return array_specs(
@@ -171,7 +179,7 @@ class CommitRecord:
             tokens=sum(self.tokens),
             states=sum(self.states),
             records=self.records,
-            id_bytes=sum(len(i.encode()) for i in self.ids),
+            id_bytes=self._id_bytes,
             positions="position_ids/zarr.json" in self.files,
         )
 
@@ -242,6 +250,32 @@ def load_commit(source: Source, name: str) -> tuple[CommitRecord | None, list[Pr
     return parsed.columns(), []
 
 
+def load_commits(source: Source) -> tuple[list[CommitRecord], list[Problem]]:
+    """Read the commit records of all segments that exist: committed, and not replaced (rule S-9).
+
+    Returns
+    -------
+    The records by writer and number, and what :func:`load_commit` says of other segments; of replaced ones, a note.
+    """
+    found = {name: load_commit(source, name) for name in segment_names(source)}
+    owners = {old: c.name for c, _ in found.values() if c is not None for old in c.replaces}
+    commits, problems = [], []
+    for name, (commit, about) in found.items():
+        if name in owners:
+            problems.append(replaced_note(source, name, owners[name]))
+            continue
+        problems += about
+        commits += [] if commit is None else [commit]
+    return commits, problems
+
+
+def replaced_note(source: Source, name: str, owner: str) -> Problem:
+    """Return the note about the files of a segment that another one has replaced."""
+    where, got = f"{source.location}/{SEGMENTS}/{name}", f"a segment that {owner} has replaced"
+    fix = "no reader uses it: hsformat gc removes its files"
+    return problem("HS506", where=where, got=got, expected="a segment that is in use", fix=fix)
+
+
 def _known(model: type[BaseModel], value: Any) -> Any:
     """Leave out the members that this version does not know (rule S-6), and demand those that it knows."""
     if not isinstance(value, dict):
@@ -283,6 +317,7 @@ class _CommitJson(Frozen):
     provenance_index: Annotated[tuple[_Index, ...], FromList]
     source_digests: Annotated[tuple[Digest | None, ...], FromList]
     producer: dict[str, Any] | None
+    replaces: Annotated[tuple[Annotated[str, Field(pattern=SEGMENT_NAME)], ...], FromList]
     files: dict[str, _FileJson]
 
     def columns(self) -> CommitRecord:
@@ -296,6 +331,7 @@ class _CommitJson(Frozen):
             provenance_index=array("q", self.provenance_index),
             source_digests=Digests(self.source_digests),
             producer=None if self.producer is None else _shared_json(json.dumps(self.producer)),
+            replaces=self.replaces,
             files=Files({k: FileEntry(f.size, f.checksum) for k, f in self.files.items()}),
         )
 
@@ -322,6 +358,8 @@ def _contradiction(c: _CommitJson, name: str) -> str | None:
         return "a record whose number of states is neither that of its tokens nor one less"
     if max(sum(c.tokens), sum(f.size for f in c.files.values())) >= 2**53:
         return "lengths beyond 2**53"
+    if name in c.replaces:
+        return "a segment that replaces itself"
     if len(set(c.ids)) != c.records:
         return "one id twice"
     if bad := next((k for k in c.files if not _FILE_KEY.match(k)), None):

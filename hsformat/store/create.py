@@ -9,17 +9,17 @@ from hsformat.compare import compare
 from hsformat.contract import Contract
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
 from hsformat.store.arrays import CHUNK_TOKENS
-from hsformat.store.backend import Backend, Place, backend_for
-from hsformat.store.commit import load_commit
+from hsformat.store.backend import Backend, Place
+from hsformat.store.commit import load_commits
 from hsformat.store.metadata import (
     SEGMENTS,
     ensure_segments,
     group_json,
     load_contract,
     root_attribute,
-    segment_names,
 )
-from hsformat.store.writer import SEGMENT_BYTES, Writer
+from hsformat.store.places import backend_for
+from hsformat.store.writer import COMMIT_SECONDS, SEGMENT_BYTES, Writer
 
 __all__ = ["append", "check_new", "create", "exists"]
 
@@ -68,6 +68,8 @@ def create(
     segment_bytes: int = SEGMENT_BYTES,
     chunk_tokens: int = CHUNK_TOKENS,
     producer: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    commit_seconds: float = COMMIT_SECONDS,
 ) -> Writer:
     """Create a store and return its first writer.
 
@@ -78,11 +80,15 @@ def create(
     codec
         Replaces ``contract.codec``; None: as the contract says.
     segment_bytes
-        Records are committed as a segment before those that wait exceed this many bytes.
+        Records are committed as a segment before they exceed this many bytes, uncompressed; memory does not.
     chunk_tokens
         Rows of a chunk of states.
     producer
         What writes, as JSON; recorded in each segment, never compared.
+    threads
+        That encode and write; None: one a core, at most four.
+    commit_seconds
+        A segment is committed by the first record that comes later than this many seconds after its first one.
 
     Raises
     ------
@@ -95,7 +101,16 @@ def create(
     backend = backend_for(path)
     if codec is not None:
         contract = Contract.model_validate_json(contract.model_copy(update={"codec": codec}).model_dump_json())
-    writer = Writer(backend, contract, (), segment_bytes=segment_bytes, chunk_tokens=chunk_tokens, producer=producer)
+    writer = Writer(
+        backend,
+        contract,
+        (),
+        segment_bytes=segment_bytes,
+        chunk_tokens=chunk_tokens,
+        producer=producer,
+        threads=threads,
+        commit_seconds=commit_seconds,
+    )
     try:
         backend.publish("zarr.json", group_json(root_attribute(contract)))  # now the store exists
     except FileExistsError as e:
@@ -124,6 +139,8 @@ def append(
     segment_bytes: int = SEGMENT_BYTES,
     chunk_tokens: int = CHUNK_TOKENS,
     producer: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    commit_seconds: float = COMMIT_SECONDS,
 ) -> Writer:
     """Return another writer of a store, with a prefix of its own: no locks, any number at once.
 
@@ -133,7 +150,7 @@ def append(
     ----------
     expect
         Refuse a store whose contract means something else.
-    segment_bytes, chunk_tokens, producer
+    segment_bytes, chunk_tokens, producer, threads, commit_seconds
         As of :func:`create`.
 
     Raises
@@ -150,14 +167,19 @@ def append(
         errors = [p for p in compare(contract, expect) if p.severity is Severity.ERROR]
         if errors:
             raise ContractMismatch([p.at(backend.location) for p in errors])
-    commits, problems = [], []
-    for name in segment_names(backend):
-        commit, found = load_commit(backend, name)
-        commits += [] if commit is None else [commit]
-        problems += [p for p in found if p.severity is Severity.ERROR]
-    if problems:
-        raise StoreError(problems)
-    return Writer(backend, contract, commits, segment_bytes=segment_bytes, chunk_tokens=chunk_tokens, producer=producer)
+    commits, problems = load_commits(backend)
+    if errors := [p for p in problems if p.severity is Severity.ERROR]:
+        raise StoreError(errors)
+    return Writer(
+        backend,
+        contract,
+        commits,
+        segment_bytes=segment_bytes,
+        chunk_tokens=chunk_tokens,
+        producer=producer,
+        threads=threads,
+        commit_seconds=commit_seconds,
+    )
 
 
 def _cannot_create(backend: Backend, e: OSError, what: str = "cannot be created") -> Problem:

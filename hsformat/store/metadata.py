@@ -18,6 +18,7 @@ from hsformat.store.backend import Backend, Source
 
 __all__ = [
     "SEGMENTS",
+    "SEGMENT_NAME",
     "ensure_segments",
     "group_json",
     "hs_attribute",
@@ -29,7 +30,8 @@ __all__ = [
 ]
 
 SEGMENTS = "segments"
-_SEGMENT_NAME = re.compile(r"([0-9a-z]{1,32})-(0|[1-9][0-9]{0,14})\Z")
+SEGMENT_NAME = r"^([0-9a-z]{1,32})-(0|[1-9][0-9]{0,14})$"
+_SEGMENT_NAME = re.compile(SEGMENT_NAME.removesuffix("$") + r"\Z")
 
 
 def group_json(attribute: Mapping[str, Any] | None = None) -> bytes:
@@ -74,9 +76,9 @@ def segments_group_problems(source: Source) -> list[Problem]:
     return [problem("HS504", where=f"{source.location}/{key}", got=data, expected="a Zarr v3 group", fix=fix)]
 
 
-def segment_names(backend: Backend) -> list[str]:
+def segment_names(source: Source) -> list[str]:
     """Return the names of all segment folders, committed or not, by writer and then by number."""
-    found = [m for name in backend.folders(SEGMENTS) if (m := _SEGMENT_NAME.match(name))]
+    found = [m for name in source.folders(SEGMENTS) if (m := _SEGMENT_NAME.match(name))]
     return [m[0] for m in sorted(found, key=lambda m: (m[1], int(m[2])))]
 
 

@@ -1,4 +1,4 @@
-"""Records that wait to be committed, and how they become a segment."""
+"""The records of a segment that is being written, without their states: what is kept in memory until the commit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.contract import SPEC_VERSION, Contract
-from hsformat.digests import canonical_json, checksum
+from hsformat.contract import Contract
 from hsformat.dtypes import numpy_dtype
 from hsformat.record import Record
-from hsformat.scan import CaptureStats, store_states
-from hsformat.store.arrays import MAX_CHUNK_BYTES, ArraySpec, array_specs, encode_array, is_sharded
-from hsformat.store.backend import Backend, Data
-from hsformat.store.commit import seal
-from hsformat.store.metadata import SEGMENTS, ensure_segments, group_json
+from hsformat.scan import CaptureStats
+from hsformat.store.array_json import ArraySpec
+from hsformat.store.arrays import array_specs
+from hsformat.store.codec import MAX_CHUNK_BYTES
 
-__all__ = ["Pending", "Row", "make_row", "write_segment"]
+__all__ = ["Pending", "Row", "make_row"]
 
 
 class Totals(NamedTuple):
@@ -39,7 +37,8 @@ _NONE = Totals()
 class Row:
     """One record without its states, as it will be stored: copies, in the element types of the disk.
 
-    ``positions`` is None where they are 0..T-1; ``provenance`` is JSON; ``totals`` is set when the record is added.
+    ``positions`` is None where they are 0..T-1; ``provenance`` is JSON; ``nbytes`` are those of the arrays; ``totals``
+    is set when the record is added.
     """
 
     id: str
@@ -49,12 +48,8 @@ class Row:
     provenance: dict[str, Any]
     positions: npt.NDArray[np.int64] | None
     arrays: dict[str, npt.NDArray[Any]]
+    nbytes: int
     totals: Totals = _NONE
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(a.nbytes for a in self.arrays.values()) + (0 if self.positions is None else self.positions.nbytes)
 
 
 def make_row(contract: Contract, record: Record, stats: Mapping[str, CaptureStats]) -> Row:
@@ -83,28 +78,24 @@ def make_row(contract: Contract, record: Record, stats: Mapping[str, CaptureStat
         provenance=record.provenance.model_dump(mode="json"),
         positions=positions,
         arrays=arrays,
+        nbytes=sum(a.nbytes for a in arrays.values()) + (0 if positions is None else positions.nbytes),
     )
 
 
 class Pending:
-    """The records of the next segment.
-
-    States go into one array a capture, reserved for a whole segment and used again for the next: no second copy is made
-    when they are encoded, and pages that are not written cost nothing.
+    """The records of the next segment, and how large it will be.
 
     Attributes
     ----------
     rows
-        By id, in order. A record is there from one assignment on, which takes its space and its bytes as well: all sums
-        are those of the last row, so that a signal between two statements finds a record whole or not at all.
+        By id, in order. All sums are those of the last row, so that a record is counted by one assignment.
     """
 
-    def __init__(self, contract: Contract, *, segment_bytes: int, chunk_tokens: int) -> None:
+    def __init__(self, contract: Contract, *, segment_bytes: int) -> None:
         self.rows: dict[str, Row] = {}
-        self._contract, self._segment_bytes, self._chunk_tokens = contract, segment_bytes, chunk_tokens
+        self._contract, self._segment_bytes = contract, segment_bytes
         itemsizes = (numpy_dtype(c.dtype).itemsize for c in contract.captures)
         self._state_bytes = contract.target.hidden_size * sum(itemsizes)
-        self._states: dict[str, npt.NDArray[Any]] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -131,53 +122,33 @@ class Pending:
         )
 
     def has_room(self, row: Row) -> bool:
-        """Return whether a record still fits: all arrays together, and each small array into its one chunk."""
+        """Return whether a record still fits: all arrays together, and each array of one chunk into it."""
         after = self._with(row)
-        small = (s for s in self.specs(after, positions=True).values() if not is_sharded(s.name))
+        small = (s for s in self.specs(after, positions=True).values() if not s.sharded)
         return after.nbytes <= self._segment_bytes and all(s.nbytes <= MAX_CHUNK_BYTES for s in small)
 
-    def add(self, row: Row, hidden: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Copy states, rounding them to the captures' dtypes, and take the row over."""
-        start, after = self.totals.states, self._with(row)
-        if after.states > self._capacity:  # the first record, or one that is larger than a segment
-            self._reserve(max(after.states, self._segment_bytes // self._state_bytes))
-        for key, array in self._states.items():
-            store_states(array[start : after.states], hidden[key])
-        row.totals = after
+    def add(self, row: Row) -> None:
+        """Take a row over."""
+        row.totals = self._with(row)
         self.rows[row.id] = row
 
-    @property
-    def _capacity(self) -> int:
-        return next((len(array) for array in self._states.values()), 0)
-
-    def _reserve(self, states: int) -> None:
-        shape = (-(-states // self._chunk_tokens) * self._chunk_tokens, self._contract.target.hidden_size)
-        self._states = {c.key: np.empty(shape, numpy_dtype(c.dtype)) for c in self._contract.captures}
-
     def clear(self) -> None:
-        """Forget all records; what is reserved is kept, unless one record was larger than a segment."""
+        """Forget all records."""
         self.rows.clear()
-        if self._capacity * self._state_bytes > 2 * self._segment_bytes:
-            self._states = {}
 
     def join(self, name: str) -> npt.NDArray[Any]:
-        """Return one array of all records; of states with rows of NaN up to a multiple of the chunk."""
+        """Return an array of all records but their states."""
         rows = self.rows.values()
-        match name.split("/"):
-            case ["hidden", key]:
-                used = self.totals.states
-                padded = self._states[key][: -(-used // self._chunk_tokens) * self._chunk_tokens]
-                padded[used:] = np.nan
-                return padded
-            case ["ids"]:
+        match name:
+            case "ids":
                 return np.frombuffer("".join(self.rows).encode(), np.uint8)
-            case ["id_offsets"]:
+            case "id_offsets":
                 return _offsets([len(i.encode()) for i in self.rows])
-            case ["token_offsets"]:
+            case "token_offsets":
                 return _offsets([r.tokens for r in rows])
-            case ["state_offsets"]:
+            case "state_offsets":
                 return _offsets([r.states for r in rows])
-            case ["position_ids"]:
+            case "position_ids":
                 return np.concatenate(
                     [np.arange(r.tokens, dtype=np.int64) if r.positions is None else r.positions for r in rows]
                 )
@@ -187,59 +158,3 @@ class Pending:
 
 def _offsets(lengths: list[int]) -> npt.NDArray[np.int64]:
     return np.cumsum([0, *lengths], dtype=np.int64)
-
-
-def write_segment(
-    backend: Backend,
-    contract: Contract,
-    pending: Pending,
-    *,
-    writer: str,
-    n: int,
-    producer: Mapping[str, Any] | None,
-    chunk_tokens: int,
-) -> int:
-    """Write and commit a segment; return its bytes on the disk.
-
-    One array is encoded and written at a time. The commit record comes last, when everything else is durable.
-
-    Raises
-    ------
-    OSError
-        Nothing is committed.
-    """
-    prefix = f"{SEGMENTS}/{writer}-{n}"
-    files: dict[str, dict[str, Any]] = {}
-    ensure_segments(backend)
-
-    def write(key: str, data: Data) -> None:
-        backend.write(f"{prefix}/{key}", data)
-        files[key] = {"size": len(data), "checksum": checksum(data)}
-
-    for group in ("hidden", "stats", *(["fields"] if contract.fields else [])):
-        write(f"{group}/zarr.json", group_json())
-    rows = list(pending.rows.values())
-    specs = pending.specs(pending.totals, positions=any(r.positions is not None for r in rows))
-    for name, spec in specs.items():
-        for key, data in encode_array(pending.join(name), spec, codec=contract.codec, chunk_tokens=chunk_tokens):
-            write(f"{name}/{key}", data)
-    distinct: dict[bytes, int] = {}
-    index = [distinct.setdefault(canonical_json(r.provenance), len(distinct)) for r in rows]
-    attribute = {
-        "spec_version": SPEC_VERSION,
-        "writer": writer,
-        "n": n,
-        "records": len(rows),
-        "ids": [r.id for r in rows],
-        "tokens": [r.tokens for r in rows],
-        "states": [r.states for r in rows],
-        "provenance": [rows[index.index(i)].provenance for i in range(len(distinct))],
-        "provenance_index": index,
-        "source_digests": [r.source_digest for r in rows],
-        "producer": producer,
-        "files": files,
-    }
-    commit = group_json(seal(attribute))
-    backend.settle(prefix)
-    backend.publish(f"{prefix}/zarr.json", commit)
-    return sum(f["size"] for f in files.values())

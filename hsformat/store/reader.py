@@ -14,15 +14,16 @@ from hsformat.contract import Contract
 from hsformat.layout import Layout
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
 from hsformat.record import Provenance, Record
-from hsformat.store.backend import Backend, Place, backend_for
-from hsformat.store.commit import CommitRecord, load_commit
-from hsformat.store.metadata import load_contract, segment_names
-from hsformat.store.segment import SegmentReader
+from hsformat.store.backend import Backend, Place
+from hsformat.store.commit import CommitRecord, load_commits
+from hsformat.store.metadata import load_contract
+from hsformat.store.places import backend_for
+from hsformat.store.segment import Decoder, SegmentReader
 
 __all__ = ["Store", "open"]
 
-_CACHED_SEGMENTS = 8
-"""Segments whose opened arrays and small arrays (ids, masks, fields) stay in memory."""
+_CACHED_SEGMENTS = 32
+"""Segments of which files are kept open."""
 
 
 def open(
@@ -31,6 +32,8 @@ def open(
     expect: Layout | Contract | None = None,
     understands: Collection[str] = (),
     damaged: Literal["refuse", "skip"] = "refuse",
+    verify: bool = True,
+    decoder: Decoder = "native",
 ) -> Store:
     """Open a store for reading: the segments that are committed now.
 
@@ -43,6 +46,10 @@ def open(
     damaged
         What to do about a segment whose commit record is damaged, or of an unknown version: ``refuse`` the store, or
         ``skip`` the segment, so that its records are absent and :attr:`Store.problems` says why.
+    verify
+        Whether the checksum of each chunk that is read is compared.
+    decoder
+        Who decodes: ``native``, or ``zarr`` for zarr-python, which is slower, always verifies and gives the same bytes.
 
     Raises
     ------
@@ -73,38 +80,43 @@ def open(
         if any(p.severity is Severity.ERROR for p in disagreements):
             raise ContractMismatch(disagreements)
         problems += disagreements
-    commits = []
-    for name in segment_names(backend):
-        commit, found = load_commit(backend, name)
-        problems += found
-        commits += [] if commit is None else [commit]
+    commits, found = load_commits(backend)
+    problems += found
     errors = [p for p in problems if p.severity is Severity.ERROR]
     if errors and damaged == "refuse":
         raise StoreError(errors)
-    return Store(backend, contract, commits, problems)
+    return Store(backend, contract, commits, problems, verify=verify, decoder=decoder)
 
 
 class Store:
     """The records of a store as they were committed when it was opened. Made by :func:`open`.
 
-    A sequence over (writer, segment number, row). It holds no file open, so that it may be pickled and used after a
-    fork; what it keeps in memory is bounded.
+    A sequence over (writer, segment number, row). It may be pickled and used after a fork; the files that it keeps open
+    and what it keeps in memory are bounded.
 
     Attributes
     ----------
     contract
         What holds for every record.
     problems
-        What is worth knowing and no reason to refuse: segments never committed (HS506), stale metadata (HS508),
-        and with ``damaged="skip"`` the damage.
+        What is worth knowing and no reason to refuse: segments never committed, or replaced (HS506), stale metadata
+        (HS508), and with ``damaged="skip"`` the damage.
     segments
         The commit records, in order.
     """
 
     def __init__(
-        self, backend: Backend, contract: Contract, commits: Sequence[CommitRecord], problems: Sequence[Problem]
+        self,
+        backend: Backend,
+        contract: Contract,
+        commits: Sequence[CommitRecord],
+        problems: Sequence[Problem],
+        *,
+        verify: bool = True,
+        decoder: Decoder = "native",
     ) -> None:
         self._backend = backend
+        self._verify, self._decoder = verify, decoder
         self.contract = contract
         self.problems = list(problems)
         self.segments = tuple(commits)
@@ -222,7 +234,13 @@ class Store:
     def _reader(self, segment: int) -> SegmentReader:
         reader = self._readers.get(segment)
         if reader is None:
-            reader = self._readers[segment] = SegmentReader(self._backend, self.contract, self.segments[segment])
+            reader = self._readers[segment] = SegmentReader(
+                self._backend,
+                self.contract,
+                self.segments[segment],
+                verify=self._verify,
+                decoder=self._decoder,
+            )
             if len(self._readers) > _CACHED_SEGMENTS:
                 self._readers.popitem(last=False)
         self._readers.move_to_end(segment)

@@ -4,36 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import zarr
 
 from hsformat.contract import Contract
 from hsformat.digests import checksum
 from hsformat.problems import Problem, StoreError, problem
 from hsformat.record import Record
-from hsformat.store.arrays import is_sharded, open_array
+from hsformat.store.array_json import ArraySpec, Encoding, check_array_json
+from hsformat.store.arrays import CHUNK_TOKENS, chunk_rows, metadata
 from hsformat.store.backend import Source
+from hsformat.store.codec import Codec, DamagedChunk
 from hsformat.store.commit import CommitRecord
+from hsformat.store.native import NativeArray
 from hsformat.store.verify import file_problems
 
-__all__ = ["SegmentReader"]
+__all__ = ["Decoder", "SegmentReader"]
 
-_DAMAGED = (ValueError, RuntimeError, SystemError)
-"""What zarr-python and numcodecs raise on damaged bytes: checksums, lengths; Blosc; a size below 0 in its header."""
+Decoder = Literal["native", "zarr"]
+"""Who decodes: this library, or zarr-python, to which it is compared."""
+
+_NO_ROWS = np.empty(0)
+
+
+class _Rows(Protocol):
+    def read(self, rows: slice, *, verify: bool = True) -> npt.NDArray[Any]: ...
 
 
 class SegmentReader:
-    """Arrays and records of one segment. Keeps opened arrays and decoded small ones; holds no file open."""
+    """Arrays and records of one segment. Keeps files open, and in memory what is small.
 
-    def __init__(self, source: Source, contract: Contract, commit: CommitRecord) -> None:
+    Parameters
+    ----------
+    decoder
+        ``zarr``: by zarr-python, which always verifies.
+    verify
+        Whether the CRC-32C of each chunk is compared.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        contract: Contract,
+        commit: CommitRecord,
+        *,
+        decoder: Decoder = "native",
+        verify: bool = True,
+    ) -> None:
         self._source, self._contract, self.commit = source, contract, commit
+        self._decoder, self._verify = decoder, verify
         self._specs = commit.array_specs(contract)
-        self._files = {name: [k for k in commit.files if k.startswith(f"{name}/")] for name in self._specs}
-        self._opened: dict[str, zarr.Array[Any]] = {}
+        self._opened: dict[str, _Rows] = {}
         self._small: dict[str, npt.NDArray[Any]] = {}
+        self._windows: dict[str, tuple[int, npt.NDArray[Any]]] = {}
 
     def record(self, row: int, captures: Collection[str]) -> Record:
         """Return a record with some of its captures; its arrays are its own.
@@ -47,23 +72,23 @@ class SegmentReader:
         rid, t0, s0 = c.ids[row], c.token_starts[row], c.state_starts[row]
         tokens, states = slice(t0, t0 + c.tokens[row]), slice(s0, s0 + c.states[row])
 
-        def small(name: str, rows: slice) -> npt.NDArray[Any]:
-            return self.rows(name, rows, record=rid).copy()
+        def rows(name: str, rows: slice) -> npt.NDArray[Any]:
+            return self.rows(name, rows, record=rid)
 
-        positions = small("position_ids", tokens) if "position_ids" in self._specs else None
+        positions = rows("position_ids", tokens) if "position_ids" in self._specs else None
         if positions is not None and np.array_equal(positions, np.arange(c.tokens[row])):
             positions = None
         fields = {
-            f.name: small(f"fields/{f.name}", tokens)
+            f.name: rows(f"fields/{f.name}", tokens)
             if f.axis == "token"
-            else small(f"fields/{f.name}", slice(row, row + 1))[0]
+            else rows(f"fields/{f.name}", slice(row, row + 1))[0]
             for f in self._contract.fields
         }
         return Record(
             id=rid,
-            input_ids=small("input_ids", tokens),
-            loss_mask=small("loss_mask", tokens),
-            hidden={key: self.rows(f"hidden/{key}", states, record=rid) for key in captures},
+            input_ids=rows("input_ids", tokens),
+            loss_mask=rows("loss_mask", tokens),
+            hidden={key: rows(f"hidden/{key}", states) for key in captures},
             position_ids=positions,
             fields=fields,
             provenance=c.provenance[c.provenance_index[row]],
@@ -71,18 +96,32 @@ class SegmentReader:
         )
 
     def rows(self, name: str, rows: slice, *, record: str | None = None) -> npt.NDArray[Any]:
-        """Return rows of an array. Of states these alone are read; a small array is read once and kept.
+        """Return rows of an array, as an array of their own.
+
+        Of states these alone are read; of what else there is a token, the chunks that hold them; the rest, once.
 
         Raises
         ------
         StoreError
             As :meth:`record`.
         """
-        if is_sharded(name):
+        spec = self._specs[name]
+        if spec.axis == "state":
             return self._read(name, rows, record)
-        if name not in self._small:
-            self._small[name] = self._read(name, slice(None), record)
-        return self._small[name][rows]
+        if spec.axis == "record":
+            if name not in self._small:
+                self._small[name] = self._read(name, slice(None), record)
+            return self._small[name][rows].copy()
+        first, last, _ = rows.indices(spec.shape[0])
+        start, window = self._windows.get(name, (0, _NO_ROWS))
+        if (
+            not start <= first <= last <= start + len(window)
+        ):  # whole chunks, of which the next record is often one, too
+            step = chunk_rows(spec, CHUNK_TOKENS)
+            start, end = first // step * step, -(-last // step) * step
+            window = self._read(name, slice(start, end), record)
+            self._windows[name] = start, window
+        return window[first - start : last - start].copy()
 
     def try_read(self, name: str) -> tuple[npt.NDArray[Any] | None, list[Problem]]:
         """Return a whole array, or None and why it cannot be read."""
@@ -99,41 +138,53 @@ class SegmentReader:
     def _read(self, name: str, rows: slice, record: str | None) -> npt.NDArray[Any]:
         place = f"{self._source.location}/{self.commit.prefix}/{name}"
         try:
-            if found := list(file_problems(self._source, self.commit, keys=self._files[name])):
-                raise StoreError(found)
-            return _decode(self._open(name), rows, place)
+            if (array := self._opened.get(name)) is None:
+                array = self._opened[name] = self._open(name)
+            return array.read(rows, verify=self._verify)
         except StoreError as e:
             raise StoreError([_of_record(p, record) for p in e.problems]) from e
-        except OSError as e:
-            got = f"cannot be read: {e.strerror or e}"
-            found = [problem("HS503", where=place, got=got, expected="the array as it was written")]
-            raise StoreError([_of_record(p, record) for p in found]) from e
+        except (DamagedChunk, OSError) as e:
+            if isinstance(e, DamagedChunk):
+                code, got = "HS504", f"cannot be decoded: {e}"
+            else:
+                code, got = "HS503", f"cannot be read: {e.strerror or e}"
+            found = problem(code, where=place, got=got, expected="bytes as they were written")
+            raise StoreError([_of_record(found, record)]) from e
 
-    def _open(self, name: str) -> zarr.Array[Any]:
-        if name not in self._opened:
-            prefix = f"{self.commit.prefix}/{name}"
-            where = f"{self._source.location}/{prefix}"
-            entry = self.commit.files.get(f"{name}/zarr.json")
-            if entry is None:
-                expected = "every array of the contract"
-                raise StoreError(problem("HS503", where=where, got="not in the commit record", expected=expected))
-            metadata = self._source.read(f"{prefix}/zarr.json")
-            if (actual := checksum(metadata)) != entry.checksum:
-                raise StoreError(problem("HS504", where=f"{where}/zarr.json", got=actual, expected=entry.checksum))
-            sizes = {k.removeprefix(f"{name}/"): self.commit.files[k].size for k in self._files[name]}
-            spec, codec = self._specs[name], self._contract.codec
-            self._opened[name] = open_array(self._source, prefix, metadata, sizes, spec, codec)
-        return self._opened[name]
+    def _open(self, name: str) -> _Rows:
+        prefix, entry = f"{self.commit.prefix}/{name}", self.commit.files.get(f"{name}/zarr.json")
+        where, spec = f"{self._source.location}/{prefix}", self._specs[name]
+        if entry is None:
+            expected = "every array of the contract"
+            raise StoreError(problem("HS503", where=where, got="not in the commit record", expected=expected))
+        files = [k for k in self.commit.files if k.startswith(f"{name}/")]
+        if found := list(file_problems(self._source, self.commit, keys=files)):
+            raise StoreError(found)
+        encoding = self._usual(spec, entry.checksum) or self._encoding(spec, prefix, entry.checksum)
+        sizes = {k.removeprefix(f"{name}/"): self.commit.files[k].size for k in files}
+        if self._decoder == "native":
+            return NativeArray(self._source, prefix, spec, encoding, sizes)
+        from hsformat.store.reference import ReferenceArray
 
+        return ReferenceArray(self._source, prefix, spec, encoding, sizes)
 
-def _decode(array: zarr.Array[Any], rows: slice, where: str) -> npt.NDArray[Any]:
-    try:
-        return np.asarray(array[rows])
-    except StoreError:
-        raise
-    except _DAMAGED as e:
-        got = f"cannot be decoded: {str(e).partition(chr(10))[0] or type(e).__name__}"
-        raise StoreError(problem("HS504", where=where, got=got, expected="bytes as they were written")) from e
+    def _usual(self, spec: ArraySpec, expected: str) -> Encoding | None:
+        """Return how the array is encoded if its metadata is what this library writes, by its checksum, unread."""
+        codec: Codec
+        for codec in ("compact", "fast"):
+            encoding = Encoding(chunk_rows(spec, CHUNK_TOKENS), codec)
+            if checksum(metadata(spec, **encoding._asdict())) == expected:
+                return encoding
+        return None
+
+    def _encoding(self, spec: ArraySpec, prefix: str, expected: str) -> Encoding:
+        where, raw = f"{self._source.location}/{prefix}", self._source.read(f"{prefix}/zarr.json")
+        if (actual := checksum(raw)) != expected:
+            raise StoreError(problem("HS504", where=f"{where}/zarr.json", got=actual, expected=expected))
+        encoding, problems = check_array_json(raw, spec, where=where)
+        if problems:
+            raise StoreError(problems)
+        return encoding
 
 
 def _of_record(p: Problem, record: str | None) -> Problem:

@@ -1,15 +1,24 @@
-"""The writer: validates records, buffers them, commits them as segments."""
+"""The writer: validates records, hands them to a thread that writes segments, commits those.
+
+The caller's thread validates; everything that changes the store and what is known of it happens in one thread of the
+writer's own. A signal reaches the caller's thread alone (Python delivers it nowhere else), so that it can end the wait
+for a record or a commit but never cut one in half; whatever is asked next waits until that has ended.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import time
 from collections import ChainMap
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hsformat.checks import check_record
 from hsformat.contract import Contract
@@ -18,32 +27,38 @@ from hsformat.dtypes import numpy_dtype
 from hsformat.problems import InvalidRecord, Problem, Severity, StoreError, problem
 from hsformat.record import Record
 from hsformat.scan import CaptureStats, StateScan, to_stored
-from hsformat.store.arrays import check_chunk
+from hsformat.store.arrays import array_specs, check_chunk, chunk_rows
 from hsformat.store.backend import Backend
+from hsformat.store.building import Building
 from hsformat.store.commit import CommitRecord, load_commit
+from hsformat.store.encoder import Encoder, default_threads
 from hsformat.store.metadata import SEGMENTS
-from hsformat.store.pending import Pending, make_row, write_segment
+from hsformat.store.pending import Pending, Row, make_row
 
-__all__ = ["SEGMENT_BYTES", "Writer"]
+__all__ = ["COMMIT_SECONDS", "SEGMENT_BYTES", "Writer"]
 
-SEGMENT_BYTES = 256 * 1024 * 1024
-"""Default bound of the records that wait in memory for the next segment."""
+SEGMENT_BYTES = 4 * 1024**3
+"""Default bound of a segment, in bytes before they are encoded: 10 TB are then about 100,000 files."""
+
+COMMIT_SECONDS = 600.0
+"""Default bound of the work that a kill can lose, in seconds from the first record of a segment to its commit."""
+
+_T = TypeVar("_T")
 
 
 class _Done(NamedTuple):
-    """What a writer has committed up to its last segment; -1: none."""
+    """What a writer has committed up to its last segment."""
 
-    segment: int = -1
     records: int = 0
     segments: int = 0
     nbytes: int = 0
 
 
 class Writer:
-    """Validates records, buffers them and commits them as segments. Made by :func:`create` and :func:`append`.
+    """Validates records and commits them as segments. Made by :func:`create` and :func:`append`.
 
-    A context manager: leaving the block commits what is buffered, after an exception as well, since what was appended
-    is whole. Not for use by several threads.
+    A context manager: leaving the block commits what was appended, after an exception as well, since each record is
+    whole. Not for use by several threads, nor after a fork.
 
     Attributes
     ----------
@@ -60,27 +75,38 @@ class Writer:
         segment_bytes: int,
         chunk_tokens: int,
         producer: Mapping[str, Any] | None,
+        threads: int | None = None,
+        commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
-        if segment_bytes <= 0 or chunk_tokens <= 0:
-            raise ValueError(f"segment_bytes {segment_bytes} and chunk_tokens {chunk_tokens} must be above 0")
-        for c in contract.captures:
+        threads = default_threads() if threads is None else threads
+        if min(segment_bytes, chunk_tokens, threads, commit_seconds) <= 0:
+            given = f"segment_bytes {segment_bytes}, chunk_tokens {chunk_tokens}, threads {threads}"
+            raise ValueError(f"{given} and commit_seconds {commit_seconds} must be above 0")
+        for spec in array_specs(contract, tokens=1, states=1, records=1, id_bytes=1, positions=True).values():
             check_chunk(
-                chunk_tokens * contract.target.hidden_size * numpy_dtype(c.dtype).itemsize,
-                where=f"{backend.location}: chunk of hidden/{c.key}",
-                fix="lower chunk_tokens",
+                chunk_rows(spec, chunk_tokens) * spec.row_bytes,
+                where=f"{backend.location}: chunk of {spec.name}",
+                fix="lower chunk_tokens" if spec.axis == "state" else "declare a smaller shape",
             )
         self._backend = backend
         self.contract = contract
         self.producer = producer
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens, self._threads, self._commit_seconds = chunk_tokens, threads, commit_seconds
         # Sorts by time of opening; the random half keeps writers apart that open in the same millisecond.
         self._name = f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}"
         self._n = 0
-        self._in_flight: int | None = None
         self._done = _Done()
-        self._pending = Pending(contract, segment_bytes=segment_bytes, chunk_tokens=chunk_tokens)
+        self._pending = Pending(contract, segment_bytes=segment_bytes)
+        self._building: Building | None = None
+        self._began = 0.0
         self._sources = {i: s for c in commits for i, s in zip(c.ids, c.source_digests, strict=True)}
         self._closed: str | None = None
+        self._pid = os.getpid()
+        self._encoder: Encoder | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._interrupted = False
+
+    # What the caller's thread does.
 
     @property
     def producer(self) -> Mapping[str, Any] | None:
@@ -100,21 +126,22 @@ class Writer:
     @property
     def records_committed(self) -> int:
         """Records that this writer has committed so far."""
-        return self._done.records
+        return self._settled()._done.records
 
     @property
     def segments_committed(self) -> int:
         """Segments that this writer has committed so far."""
-        return self._done.segments
+        return self._settled()._done.segments
 
     @property
     def bytes_written(self) -> int:
         """Bytes on the disk of what this writer has committed so far."""
-        return self._done.nbytes
+        return self._settled()._done.nbytes
 
     @property
     def ids(self) -> KeysView[str]:
         """Ids committed when the writer was opened, and those appended to it."""
+        self._settled()
         return ChainMap[str, Any](self._pending.rows, self._sources).keys()
 
     def source_digest(self, record_id: str) -> str | None:
@@ -125,11 +152,11 @@ class Writer:
         KeyError
             The id is not among :attr:`ids`.
         """
-        row = self._pending.rows.get(record_id)
+        row = self._settled()._pending.rows.get(record_id)
         return self._sources[record_id] if row is None else row.source_digest
 
     def append(self, record: Record) -> list[Problem]:
-        """Validate a record and buffer a copy of it; commit first if it would not fit.
+        """Validate a record and take a copy of it; commit first if it would not fit.
 
         Returns
         -------
@@ -140,7 +167,7 @@ class Writer:
         InvalidRecord
             All problems of the record, HS107 if its id is known. The writer goes on working.
         StoreError
-            The segment before it could not be written (HS506), or the record is beyond a limit of the codec (HS501).
+            HS506 (error): the segment could not be written.
         """
         if not isinstance(record, Record):
             raise TypeError(f"what is appended is a Record, not {type(record).__name__}")
@@ -161,11 +188,7 @@ class Writer:
         if _errors(problems):
             raise InvalidRecord(problems)
         row = make_row(self.contract, record, stats)
-        for name, array in row.arrays.items():
-            check_chunk(array.nbytes, where=f"record {record.id!r}: {name}", fix="store shorter records")
-        if not self._pending.has_room(row):
-            self.flush()
-        self._pending.add(row, record.hidden)
+        self._do(lambda: self._add(row, record.hidden))
         return problems
 
     def _rescan(self, record: Record, stats: dict[str, CaptureStats], known: list[Problem]) -> list[Problem]:
@@ -181,77 +204,28 @@ class Writer:
         return out
 
     def flush(self) -> None:
-        """Commit what is buffered as a segment; nothing happens if nothing is.
+        """Commit what was appended as a segment; nothing happens if nothing was.
 
         Raises
         ------
         StoreError
             HS506 (error): it could not be written, or nobody can tell whether it was. What was committed before stays,
-            what was buffered is gone from memory, and the writer is closed.
+            what was not is gone, and the writer is closed.
         """
         self._ready()
-        if not self._pending:
-            return
-        n = self._in_flight = self._n
-        self._n = n + 1
-        prefix = f"{SEGMENTS}/{self._name}-{n}"
-        try:
-            nbytes = write_segment(
-                self._backend,
-                self.contract,
-                self._pending,
-                writer=self._name,
-                n=n,
-                producer=self.producer,
-                chunk_tokens=self._chunk_tokens,
-            )
-        except FileExistsError as e:  # a segment of this name: whosever it is, it is left alone
-            self._in_flight = None
-            raise self._failed(e, prefix, committed=False) from e
-        except BaseException as e:
-            committed = self._settle(n)
-            if isinstance(e, OSError):
-                raise self._failed(e, prefix, committed=committed) from e
-            raise
-        self._count(n, nbytes)
-
-    def _settle(self, n: int) -> bool | None:
-        """Find out whether a segment in flight is committed: count it then, remove what is there of it otherwise.
-
-        Returns
-        -------
-        None if the disk does not say: nothing is counted and nothing removed. May be called again.
-        """
-        commit, problems = load_commit(self._backend, f"{self._name}-{n}")
-        if commit is not None:
-            self._count(n, commit.nbytes)
-            return True
-        if any(p.code != "HS506" for p in problems):
-            return None
-        try:
-            self._backend.discard(f"{SEGMENTS}/{self._name}-{n}")
-        except OSError:
-            return None
-        self._in_flight = None
-        return False
-
-    def _count(self, n: int, nbytes: int) -> None:
-        """Take the buffered records for committed. A second call makes a signal between two statements good."""
-        done = self._done
-        if done.segment != n:
-            records = done.records + len(self._pending)
-            self._done = _Done(segment=n, records=records, segments=done.segments + 1, nbytes=done.nbytes + nbytes)
-        self._sources.update((i, row.source_digest) for i, row in self._pending.rows.items())
-        self._pending.clear()
-        self._in_flight = None
+        if self._pending:
+            self._do(self._commit)
 
     def close(self) -> None:
-        """Commit what is buffered and refuse further records. May be called twice."""
-        if self._closed is None:
-            try:
+        """Commit what was appended and refuse further records. May be called twice."""
+        if self._pid != os.getpid():  # of a process that was forked: the segment is the parent's
+            return
+        try:
+            if self._settled()._closed is None:
                 self.flush()
-            finally:
-                self._closed = self._closed or "closed"
+        finally:
+            self._settled()._closed = self._closed or "closed"
+            self._stop()
 
     def __enter__(self) -> Self:
         return self
@@ -262,27 +236,119 @@ class Writer:
         self.close()
 
     def _ready(self) -> None:
-        """Refuse a closed writer; settle a segment in flight: the signal may have come after its commit."""
-        if self._closed is not None:
+        """Refuse a closed writer, and one in a process that was forked, where its threads are not."""
+        forked = self._pid != os.getpid()
+        if forked or self._settled()._closed is not None:
             raise StoreError(
                 problem(
                     "HS506",
                     where=self.path,
-                    got=f"a writer that is {self._closed}",
-                    expected="an open writer",
+                    got="a writer of another process" if forked else f"a writer that is {self._closed}",
+                    expected="an open writer of this process",
                     fix="open another with hs.append",
                     severity=Severity.ERROR,
                 )
             )
-        if self._in_flight is not None and self._settle(self._in_flight) is None:
-            e = OSError("the commit was interrupted, and its segment cannot be read")
-            raise self._failed(e, f"{SEGMENTS}/{self._name}-{self._in_flight}", committed=None)
 
-    def _failed(self, e: OSError, prefix: str, *, committed: bool | None) -> StoreError:
+    def _settled(self) -> Self:
+        """Wait for what an interrupt has left under way."""
+        if self._interrupted and self._thread is not None and self._pid == os.getpid():
+            self._thread.submit(int).result()
+            self._interrupted = False
+        return self
+
+    def _do(self, change: Callable[[], _T]) -> _T:
+        """Make a change in the writer's thread and wait for its end, after an interrupt as well."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hsformat-writer")
+        self._interrupted = True
+        try:
+            result = self._thread.submit(change).result()
+        except BaseException:
+            self._settled()
+            raise
+        self._interrupted = False
+        return result
+
+    def _stop(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        if self._encoder is not None:
+            self._encoder.close()
+
+    # What the writer's own thread does.
+
+    def _add(self, row: Row, hidden: Mapping[str, npt.NDArray[Any]]) -> None:
+        if self._pending and not self._pending.has_room(row):
+            self._commit()
+        if self._building is None:
+            self._encoder = self._encoder or Encoder(self._threads)
+            n, self._n, self._began = self._n, self._n + 1, time.monotonic()
+            self._building = Building(
+                self._backend,
+                self.contract,
+                self._pending,
+                self._encoder,
+                writer=self._name,
+                n=n,
+                chunk_tokens=self._chunk_tokens,
+            )
+        with self._failing(self._building, adding=row.id):
+            self._building.add(row, hidden)
+        if time.monotonic() - self._began > self._commit_seconds:
+            self._commit()
+
+    def _commit(self) -> None:
+        building = self._building
+        if building is None:
+            return
+        with self._failing(building):
+            self._count(building.commit(self.producer))
+
+    def _count(self, nbytes: int) -> None:
+        d = self._done
+        self._done = _Done(d.records + len(self._pending), d.segments + 1, d.nbytes + nbytes)
+        self._sources.update((i, row.source_digest) for i, row in self._pending.rows.items())
+        self._pending.clear()
+        self._building = None
+
+    @contextlib.contextmanager
+    def _failing(self, building: Building, *, adding: str | None = None) -> Iterator[None]:
+        """Close the writer if what is done fails, and turn an OSError into a StoreError."""
+        try:
+            yield
+        except BaseException as e:
+            building.abort()
+            # A segment of this name, whosever it is, is left alone.
+            committed = False if isinstance(e, FileExistsError) else self._fate(building)
+            failure = self._failed(e, building.prefix, committed=committed, adding=adding)
+            self._pending.clear()
+            self._building = None
+            if isinstance(e, OSError):
+                raise failure from e
+            raise
+
+    def _fate(self, building: Building) -> bool | None:
+        """Find out whether a segment is committed: count it then, remove what is there of it otherwise.
+
+        Returns
+        -------
+        None if the place does not say: nothing is counted and nothing removed.
+        """
+        commit, problems = load_commit(self._backend, building.prefix.removeprefix(f"{SEGMENTS}/"))
+        if commit is not None:
+            self._count(commit.nbytes)
+            return True
+        if any(p.code != "HS506" for p in problems):
+            return None
+        with contextlib.suppress(OSError):
+            self._backend.discard(building.prefix)
+        return False
+
+    def _failed(self, e: BaseException, prefix: str, *, committed: bool | None, adding: str | None) -> StoreError:
         """Close the writer and say what is lost, what is kept and how to go on; ``committed`` None: not known."""
         self._closed = "closed after a failed write"
-        lost = list(self._pending.rows)
-        self._pending.clear()
+        lost = [*self._pending.rows, *([] if adding is None else [adding])]
         fate = "of unknown state, committed or not" if committed is None else "not committed"
         shown = ", ".join(map(repr, lost[:3])) + (", ..." if len(lost) > 3 else "")
         return StoreError(
@@ -290,9 +356,8 @@ class Writer:
                 "HS506",
                 where=f"{self.path}/{prefix}",
                 severity=Severity.ERROR,
-                got=f"{e.strerror or e}; {len(lost)} record(s) {fate}{': ' if lost else ''}{shown}",
-                expected="a segment written whole; this writer committed "
-                f"{self.records_committed} record(s), which stay",
+                got=f"{getattr(e, 'strerror', None) or e}; {len(lost)} record(s) {fate}{': ' if lost else ''}{shown}",
+                expected=f"a segment written whole; this writer committed {self._done.records} record(s), which stay",
                 fix="free space or restore access, then open the store with hs.append and write the records whose ids "
                 "are not in writer.ids",
             )

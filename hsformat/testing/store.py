@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -29,7 +30,7 @@ from hsformat.problems import Severity
 from hsformat.record import Record
 from hsformat.store import append, create
 from hsformat.store import open as open_store
-from hsformat.store.backend import Backend
+from hsformat.store.backend import Backend, Data, Sink, open_object
 from hsformat.testing.builders import assert_same_record, tiny_contract, tiny_record
 from hsformat.testing.strategies import contracts, record_lists
 from hsformat.validate import validate_store
@@ -46,13 +47,15 @@ class Killed(BaseException):
 class Spy:
     """Passes every call on to a backend and notes it; dies at the call ``dies_at``, and at every one after it.
 
-    A write that dies has written half its bytes, if ``torn``; a publish that dies has done nothing, or all.
+    A write that dies has written half its bytes, if ``torn``; a publish that dies has done nothing, or all. Parts and
+    the end of an object that is written in parts are calls ``part`` and ``close``.
     """
 
-    CHANGES = ("write", "settle", "publish", "discard")
+    CHANGES = ("write", "settle", "publish", "discard", "create", "remove")
 
     def __init__(self, backend: Backend, *, dies_at: int | None = None, torn: bool = False) -> None:
         self._backend, self._dies_at, self._torn = backend, dies_at, torn
+        self._lock = threading.Lock()
         self.calls: list[tuple[str, str]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -60,19 +63,41 @@ class Spy:
         if name not in self.CHANGES:
             return value
 
-        def call(key: str, *rest: Any) -> None:
-            self.calls.append((name, key))
-            if self._dies_at is None or len(self.calls) <= self._dies_at:
-                value(key, *rest)
-                return
-            if self._torn and len(self.calls) == self._dies_at + 1:
-                if name == "write":
-                    self._backend.write(key, bytes(memoryview(rest[0]).cast("B"))[: len(rest[0]) // 2])
-                elif name == "publish":
-                    value(key, *rest)
-            raise Killed
+        def call(key: str, *rest: Any) -> Any:
+            return self.note(name, key, lambda *data: value(key, *data), *rest)
 
         return call
+
+    def note(self, name: str, key: str, do: Callable[..., Any], *rest: Any) -> Any:
+        """Note a call, and make it unless it is dead."""
+        with self._lock:  # a writer writes in threads
+            self.calls.append((name, key))
+            at = len(self.calls) - 1
+        if self._dies_at is None or at < self._dies_at:
+            done = do(*rest)
+            return _SpySink(self, key, done) if name == "create" else done
+        if self._torn and at == self._dies_at:
+            if name in ("write", "part"):
+                do(bytes(memoryview(rest[0]).cast("B"))[: len(rest[0]) // 2])
+            elif name == "publish":
+                do(*rest)
+        raise Killed
+
+
+class _SpySink:
+    """An object that is written in parts, every one of them noted."""
+
+    def __init__(self, spy: Spy, key: str, sink: Sink) -> None:
+        self._spy, self._key, self._sink = spy, key, sink
+
+    def write(self, data: Data) -> None:
+        self._spy.note("part", self._key, self._sink.write, data)
+
+    def close(self) -> None:
+        self._spy.note("close", self._key, self._sink.close)
+
+    def abort(self) -> None:
+        self._sink.abort()
 
 
 class StoreConformance:
@@ -131,6 +156,84 @@ class StoreConformance:
         for start, length in ((0, 0), (0, 1), (1, 255), (7, MIB), (len(data) - 3, 3), (len(data) - 3, 10), (300, None)):
             stop = None if length is None else start + length
             assert backend.read("a/x", start, length) == data[start:stop], (start, length)
+
+    def test_opened_objects_are_read_in_place(self) -> None:
+        """Any range, into several arrays one after another; at the end fewer bytes, and nothing else is touched."""
+        backend = self.fresh()()
+        data = np.random.default_rng(0).integers(0, 256, 3 * MIB + 5, dtype=np.uint8)
+        backend.write("a/x", data)
+        opened = open_object(backend, "a/x")
+        for start, sizes in ((0, (1,)), (7, (0, 3, MIB, 4)), (0, (5,) * 1500), (len(data) - 10, (4, 6)), (3, (MIB,))):
+            parts = [np.zeros(n, np.uint8) for n in sizes]
+            assert opened.read_into(start, parts) == sum(sizes)
+            assert np.array_equal(np.concatenate(parts), data[start : start + sum(sizes)]), (start, sizes[:5])
+        parts = [np.full(n, 7, np.uint8) for n in (4, 4, 4)]
+        assert opened.read_into(len(data) - 6, parts) == 6
+        assert np.concatenate(parts).tolist() == [*data[-6:].tolist(), *[7] * 6]
+        assert opened.read_into(len(data) + 3, parts) == 0
+        with pytest.raises(FileNotFoundError):
+            open_object(backend, "a/none").read_into(0, [np.zeros(1, np.uint8)])
+
+    def test_objects_are_written_in_parts(self) -> None:
+        """Of any sizes, bytes and arrays that change afterwards; an object that is there is never overwritten."""
+        handle = self.fresh()
+        data = np.random.default_rng(0).integers(0, 256, 12 * MIB + 3, dtype=np.uint8)
+        sink, buffer = handle().create("a/b/x"), np.empty(MIB, np.uint8)
+        for start in range(0, len(data), MIB):
+            part = data[start : start + MIB]
+            buffer[: len(part)] = part
+            sink.write(buffer[: len(part)])
+            sink.write(b"")
+        sink.close()
+        assert handle().size("a/b/x") == len(data)
+        assert handle().read("a/b/x") == data.tobytes()
+        with pytest.raises(FileExistsError):
+            self._replace(handle(), "a/b/x")
+        assert handle().read("a/b/x", 0, 5) == data[:5].tobytes()
+        empty = handle().create("a/empty")
+        empty.close()
+        assert handle().read("a/empty") == b""
+
+    def test_what_is_given_up_can_be_discarded(self) -> None:
+        """In the middle of an object, twice: whatever is there of it goes with its folder."""
+        backend = self.fresh()()
+        sink = backend.create("s/a-0/x")
+        sink.write(b"x" * MIB)
+        sink.abort()
+        sink.abort()
+        backend.discard("s/a-0")
+        assert backend.folders("s") == []
+        assert backend.size("s/a-0/x") is None
+
+    def _replace(self, backend: Backend, key: str) -> None:
+        sink = backend.create(key)
+        try:
+            sink.write(b"other")
+            sink.close()
+        finally:
+            sink.abort()
+
+    def test_all_objects_are_listed(self) -> None:
+        """However deep, with size and age, sorted; those of a similar name are not."""
+        backend, before = self.fresh()(), time.time()
+        for key, n in (("s/a-1/x", 3), ("s/a-1/h/d/c/0/0", MIB), ("s/a-10/x", 1), ("s/zarr.json", 2)):
+            backend.write(key, b"x" * n)
+        found = backend.listing("s/a-1")
+        assert [(e.key, e.size) for e in found] == [("s/a-1/h/d/c/0/0", MIB), ("s/a-1/x", 3)]
+        assert all(before - 5 < e.modified < time.time() + 5 for e in found)
+        assert [e.key for e in backend.listing("s")] == ["s/a-1/h/d/c/0/0", "s/a-1/x", "s/a-10/x", "s/zarr.json"]
+        assert backend.listing("nothing") == []
+
+    def test_removing_takes_one_object(self) -> None:
+        """Published ones too; what is not there is an error."""
+        handle = self.fresh()
+        for key in ("s/a-1/zarr.json", "s/a-1/x", "s/a-1/x2"):
+            handle().publish(key, b"x")
+        handle().remove("s/a-1/zarr.json")
+        handle().remove("s/a-1/x")
+        assert [e.key for e in handle().listing("s")] == ["s/a-1/x2"]
+        with pytest.raises(FileNotFoundError):
+            handle().remove("s/a-1/x")
 
     def test_writing_never_overwrites(self) -> None:
         """FileExistsError, and the first bytes stay."""
@@ -254,7 +357,7 @@ class StoreConformance:
         for at, key in published:
             prefix = key.removesuffix("zarr.json")
             of_segment = [(i, name) for i, (name, k) in enumerate(spy.calls) if f"{k}/".startswith(prefix)]
-            writes = [i for i, name in of_segment if name == "write"]
+            writes = [i for i, name in of_segment if name in ("write", "close")]
             assert any(max(writes) < i < at for i, name in of_segment if name == "settle")
             assert max(i for i, _ in of_segment) == at
 

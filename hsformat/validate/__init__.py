@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from hsformat.contract import Contract
 from hsformat.problems import HsError, Problem, problem
-from hsformat.store.backend import CountedSource, Place, Source, backend_for
-from hsformat.store.commit import CommitRecord, load_commit
+from hsformat.store.backend import CountedSource, Place, Source
+from hsformat.store.commit import CommitRecord, load_commit, replaced_note
 from hsformat.store.metadata import load_contract, segment_names, segments_group_problems
+from hsformat.store.places import backend_for
 from hsformat.validate.report import Level, Report, Tick
 from hsformat.validate.segment import SegmentCheck
 from hsformat.validate.target import check_target
@@ -79,24 +81,15 @@ def run(
     contract, problems = load_contract(place)
     report = Report(store=place.location, level=level, problems=problems)
     report.problems += segments_group_problems(place)
-    owners: dict[str, str] = {}
-    found: list[_Found] = []
-    templates: Counter[str | None] = Counter()
-    for name in segment_names(place):
-        commit, problems = load_commit(place, name)
-        report.problems += problems
-        if commit is None:
-            continue
-        check = SegmentCheck(place, contract, commit)
-        report.problems += check.structure()
-        report.problems += _duplicates(place, commit, owners)
-        report.segments += 1
-        report.records += commit.records
-        templates.update(commit.provenance[i].template_digest for i in commit.provenance_index)
-        rows = range(commit.records) if level is Level.FULL else _spread(commit.records, SAMPLE_RECORDS)
-        found.append(_Found(name, frozenset(check.unreadable), check.planned(rows, full=level is Level.FULL)))
+    replaced: dict[str, str] = {}
+    seen = _look(place, contract, replaced, level=level)
+    if replaced:  # by segments that come later: those were looked at for nothing
+        seen = _look(place, contract, replaced, level=level)
+    report.problems += seen.problems
+    report.segments, report.records = len(seen.found), seen.records
+    found = seen.found
     if target is not None:
-        report.problems += check_target(contract, templates, target, where=place.location)
+        report.problems += check_target(contract, seen.templates, target, where=place.location)
     if level is not Level.METADATA:
         picked = found if level is Level.FULL else [found[i] for i in _spread(len(found), SAMPLE_SEGMENTS)]
         _content(place, contract, picked, report, tick)
@@ -109,6 +102,39 @@ class _Found(NamedTuple):
     name: str
     unreadable: frozenset[str]
     planned: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the first pass over all commit records found."""
+
+    problems: list[Problem] = field(default_factory=list)
+    found: list[_Found] = field(default_factory=list)
+    templates: Counter[str | None] = field(default_factory=Counter)
+    records: int = 0
+
+
+def _look(place: Source, contract: Contract, replaced: dict[str, str], *, level: Level) -> _Seen:
+    """Check each segment's commit record and files; names of replaced segments are left out, and added to."""
+    seen, owners = _Seen(), dict[str, str]()
+    known = dict(replaced)
+    for name in segment_names(place):
+        if name in known:
+            seen.problems.append(replaced_note(place, name, known[name]))
+            continue
+        commit, problems = load_commit(place, name)
+        seen.problems += problems
+        if commit is None:
+            continue
+        replaced.update(dict.fromkeys(commit.replaces, name))
+        check = SegmentCheck(place, contract, commit)
+        seen.problems += check.structure()
+        seen.problems += _duplicates(place, commit, owners)
+        seen.records += commit.records
+        seen.templates.update(commit.provenance[i].template_digest for i in commit.provenance_index)
+        rows = range(commit.records) if level is Level.FULL else _spread(commit.records, SAMPLE_RECORDS)
+        seen.found.append(_Found(name, frozenset(check.unreadable), check.planned(rows, full=level is Level.FULL)))
+    return seen
 
 
 def _duplicates(source: Source, commit: CommitRecord, owners: dict[str, str]) -> list[Problem]:

@@ -68,7 +68,7 @@ class SegmentCheck:
         """Return about how many bytes the checks will read: of states those of the given records."""
         share = sum(self.commit.states[row] for row in rows) / sum(self.commit.states)
         states = sum(f.size for k, f in self.commit.files.items() if k.startswith("hidden/"))
-        rest = self.commit.nbytes - states
+        rest = sum(f.size for k, f in self.commit.files.items() if not k.startswith("hidden/") and k.endswith("/0"))
         return rest + round(share * states) + (self.commit.nbytes if full else 0)
 
     def checksums(self) -> Iterator[Problem]:

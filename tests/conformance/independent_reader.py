@@ -22,7 +22,18 @@ from numcodecs import Blosc
 
 SCHEMA: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs/spec/1.0.schema.json").read_text("utf-8"))
 PER_RECORD = ("ids", "tokens", "states", "provenance_index", "source_digests")
-COMMIT_MEMBERS = {"spec_version", "writer", "n", "records", "provenance", "producer", "files", "checksum", *PER_RECORD}
+COMMIT_MEMBERS = {
+    "spec_version",
+    "writer",
+    "n",
+    "records",
+    "provenance",
+    "producer",
+    "replaces",
+    "files",
+    "checksum",
+    *PER_RECORD,
+}
 CRC_TABLE = [functools.reduce(lambda c, _: (c >> 1) ^ (0x82F63B78 * (c & 1)), range(8), n) for n in range(256)]
 
 
@@ -110,20 +121,33 @@ def read_commit(folder: Path, *, verify_files: bool) -> Any:
     return commit
 
 
+def replaced_by(folder: Path) -> list[str]:
+    """Read which segments a committed one replaces (rule S-9); one that is damaged replaces none."""
+    try:
+        commit = read_commit(folder, verify_files=False)
+    except (FormatError, ValueError, KeyError):
+        return []
+    return commit["replaces"]
+
+
 def _decode(data: bytes, codecs: list[str], at: str) -> bytes:
     require(len(data) >= 4 and data[-4:] == struct.pack("<I", crc32c(data[:-4])), "HS504", f"{at}: bad CRC-32C")
     return Blosc().decode(data[:-4]) if "blosc" in codecs else data[:-4]
 
 
-def read_array(folder: Path, codec: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+def read_array(folder: Path, dtype: str, shape: tuple[int, ...], *, sharded: bool) -> np.ndarray:
     """Read an array of a segment after checking its metadata against rules G-7 and G-11."""
-    meta, sharded = json.loads((folder / "zarr.json").read_bytes()), folder.parent.name == "hidden"
+    meta = json.loads((folder / "zarr.json").read_bytes())
     require(meta["shape"][0] == shape[0], "HS101", f"{folder}: first dimension (G-11)")
     codecs, outer = meta["codecs"], meta["chunk_grid"]["configuration"]["chunk_shape"]
-    names = ["bytes", "blosc", "crc32c"] if codec == "compact" else ["bytes", "crc32c"]
     inner = codecs[0]["configuration"] if sharded else {"codecs": codecs}
     ok = meta["data_type"] == dtype and meta["shape"][1:] == outer[1:] == list(shape[1:])
-    ok = ok and [c["name"] for c in inner["codecs"]] == names and (codecs[0]["name"] == "sharding_indexed") == sharded
+    names = [c["name"] for c in inner["codecs"]]
+    ok = (
+        ok
+        and names in (["bytes", "blosc", "crc32c"], ["bytes", "crc32c"])
+        and (codecs[0]["name"] == "sharding_indexed") == sharded
+    )
     require(ok, "HS507", f"{folder}: element type, trailing dimensions or codecs (G-7)")
     step = inner["chunk_shape"][0] if sharded else shape[0]
     count, file = -(-shape[0] // step), folder.joinpath("c", *"0" * len(shape))
@@ -140,25 +164,26 @@ def read_array(folder: Path, codec: str, dtype: str, shape: tuple[int, ...]) -> 
 
 def read_segment(folder: Path, contract: Mapping[str, Any], *, verify_files: bool) -> list[Record]:
     """Read all records of a committed segment."""
-    commit, codec = read_commit(folder, verify_files=verify_files), contract["codec"]
+    commit = read_commit(folder, verify_files=verify_files)
     lengths = (commit["tokens"], commit["states"], [len(text.encode()) for text in commit["ids"]])
     ends = {axis: [0, *accumulate(each)] for axis, each in zip(("token", "state", "id"), lengths, strict=True)}
     R, T, S, H = commit["records"], ends["token"][-1], ends["state"][-1], contract["target"]["hidden_size"]
     for axis, end in ends.items():
-        stored = read_array(folder / f"{axis}_offsets", codec, "int64", (R + 1,))
+        stored = read_array(folder / f"{axis}_offsets", "int64", (R + 1,), sharded=False)
         require(stored.tolist() == sorted(set(end)), "HS108", f"{folder}: {axis}_offsets (G-5)")
-    text = read_array(folder / "ids", codec, "uint8", (ends["id"][-1],))
+    text = read_array(folder / "ids", "uint8", (ends["id"][-1],), sharded=False)
     require(text.tobytes() == "".join(commit["ids"]).encode(), "HS108", f"{folder}: ids (G-6)")
     by_token = {"input_ids": "int32", "loss_mask": "uint8"}
     by_token |= {"position_ids": "int64"} if "position_ids/zarr.json" in commit["files"] else {}
-    tokens = {name: read_array(folder / name, codec, dtype, (T,)) for name, dtype in by_token.items()}
+    tokens = {name: read_array(folder / name, dtype, (T,), sharded=True) for name, dtype in by_token.items()}
     tokens.setdefault("position_ids", np.concatenate([np.arange(t, dtype="<i8") for t in commit["tokens"]]))
     keys = {f"d{c['depth']}" + "n" * (c["norm"] == "final"): c["dtype"] for c in contract["captures"]}
-    hidden = {key: read_array(folder / "hidden" / key, codec, dtype, (S, H)) for key, dtype in keys.items()}
+    hidden = {key: read_array(folder / "hidden" / key, dtype, (S, H), sharded=True) for key, dtype in keys.items()}
     fields, records, axes = {}, [], {field["name"]: field["axis"] for field in contract["fields"]}
     for field in contract["fields"]:
-        shape = (T if field["axis"] == "token" else R, *field.get("shape", ()))
-        fields[field["name"]] = read_array(folder / "fields" / field["name"], codec, field["dtype"], shape)
+        token = field["axis"] == "token"
+        shape = (T if token else R, *field.get("shape", ()))
+        fields[field["name"]] = read_array(folder / "fields" / field["name"], field["dtype"], shape, sharded=token)
     for row in range(R):
         at = {"record": row} | {axis: slice(*ends[axis][row : row + 2]) for axis in ("token", "state")}
         records.append(Record(
@@ -198,6 +223,8 @@ def read_store(path: Path, known: Collection[str] = (), *, verify_files: bool = 
     require(digest(contract) == root["contract_digest"], "HS504", "contract_digest (X-1)")
     name, folders = re.compile(r"([0-9a-z]{1,32})-(0|[1-9][0-9]*)"), (path / "segments").glob("*-*/zarr.json")
     found = sorted((m[1], int(m[2]), f.parent) for f in folders if (m := name.fullmatch(f.parent.name)))
+    replaced = {old for *_, folder in found for old in replaced_by(folder)}
+    found = [entry for entry in found if entry[2].name not in replaced]
     records = [r for *_, folder in found for r in read_segment(folder, contract, verify_files=verify_files)]
     require(len({record.id for record in records}) == len(records), "HS107", "an id occurs twice (R-8)")
     return contract, records

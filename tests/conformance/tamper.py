@@ -13,7 +13,8 @@ from conformance.independent_reader import crc32c
 from hsformat.contract import Contract
 from hsformat.digests import canonical_json, checksum, digest_json
 from hsformat.dtypes import numpy_dtype
-from hsformat.store.arrays import CHUNK_TOKENS, ArraySpec, encode_array
+from hsformat.store.array_json import ArraySpec, Axis
+from hsformat.store.arrays import CHUNK_TOKENS, encode_array
 
 
 def read_json(path: Path) -> Any:
@@ -61,13 +62,16 @@ def rewrite_array(store: Path, name: str, edit: Callable[[np.ndarray], np.ndarra
     )
     folder = segment(store)
     new = edit(np.array(zarr.open_array(folder / name, mode="r")[...]))
-    spec = ArraySpec(name=name, shape=new.shape, dtype=numpy_dtype(new.dtype.name))
-    entries = {}
+    axis: Axis = "record"
+    fields = {f.name: f.axis for f in contract.fields}
     if name.startswith("hidden/"):
-        filled = -len(new) % CHUNK_TOKENS
-        new = np.concatenate([new, np.zeros((filled, *new.shape[1:]), new.dtype)])
+        axis = "state"
+    elif name in ("input_ids", "loss_mask", "position_ids") or fields.get(name.removeprefix("fields/")) == "token":
+        axis = "token"
+    spec = ArraySpec(name=name, shape=new.shape, dtype=numpy_dtype(new.dtype.name), axis=axis)
+    entries = {}
     for key, data in encode_array(new, spec, codec=contract.codec, chunk_tokens=CHUNK_TOKENS):
-        (folder / name / key).write_bytes(data.tobytes())
+        (folder / name / key).write_bytes(data)
         entries[f"{name}/{key}"] = {"size": len(data), "checksum": checksum(data)}
     edit_commit(store, lambda c: c["files"].update(entries))
 
@@ -90,14 +94,15 @@ def list_again(store: Path, key: str) -> None:
 
 def edit_index(store: Path, name: str, edit: Callable[[np.ndarray], None]) -> None:
     """Edit the index of a shard of the first segment, with its CRC-32C and its entry."""
-    path = segment(store) / name / "c" / "0" / "0"
-    data, meta = path.read_bytes(), read_json(segment(store) / name / "zarr.json")
+    meta = read_json(segment(store) / name / "zarr.json")
+    path = (segment(store) / name).joinpath("c", *"0" * len(meta["shape"]))
+    data = path.read_bytes()
     rows = meta["codecs"][0]["configuration"]["chunk_shape"][0]
     length = 16 * -(-meta["shape"][0] // rows)
     index = np.frombuffer(data[-length - 4 : -4], "<u8").reshape(-1, 2).copy()
     edit(index)
     path.write_bytes(data[: -length - 4] + index.tobytes() + crc32c(index.tobytes()).to_bytes(4, "little"))
-    list_again(store, f"{name}/c/0/0")
+    list_again(store, path.relative_to(segment(store)).as_posix())
 
 
 def flip_byte(path: Path, at: int) -> None:

@@ -162,6 +162,20 @@ def uncommitted_segment(store):
     assert len(hs.open(store)) == 0
 
 
+@breaks("S-9")
+def replaced_segment(store):
+    first = segment(store).name
+    with hs.append(store) as writer:
+        writer.append(tiny_record(tiny_contract(), id="new"))
+    (later,) = (p.parent.name for p in store.glob("segments/*-0/zarr.json") if p.parent.name != first)
+    edit_commit(store, lambda c: c.update(replaces=[later]))
+    assert hs.open(store).ids == ["r0", "r1", "r2", "r3"]
+    (store / "segments" / later / "zarr.json").write_text("damaged")
+    assert hs.open(store).ids == ["r0", "r1", "r2", "r3"]
+    with hs.append(store) as writer:
+        assert "new" not in writer.ids
+
+
 @breaks("R-1")
 def mask_longer_than_ids(_store):
     return refused(loss_mask=np.ones(8, np.uint8))
@@ -466,11 +480,14 @@ for array, path, value in [
     ("hidden/d2", "storage_transformers", [{"name": "x"}]),
     ("hidden/d2", "surprise", {"name": "x"}),
     ("input_ids", "chunk_grid.configuration.chunk_shape", [13]),
-    ("input_ids", "codecs.0", BIG),
-    ("input_ids", "codecs.1", ...),
-    ("loss_mask", "codecs.2", ...),
-    ("loss_mask", "codecs.0", BIG),
+    ("input_ids", f"{SHARD}.codecs.0", BIG),
+    ("input_ids", f"{SHARD}.index_codecs.0", BIG),
+    ("loss_mask", f"{SHARD}.codecs.2", ...),
+    ("loss_mask", f"{SHARD}.codecs.0", BIG),
     ("loss_mask", "data_type", "int8"),
+    ("ids", "codecs.2", ...),
+    ("token_offsets", "codecs.0", BIG),
+    ("token_offsets", "chunk_grid.configuration.chunk_shape", [3]),
     ("stats/d3", "data_type", "float64"),
     ("token_offsets", "data_type", "uint64"),
 ]:
@@ -554,8 +571,8 @@ def test_every_legal_spelling_is_read(store):
             f"{SHARD}.codecs.1.configuration",
             {"cname": "lz4", "clevel": 9, "shuffle": "noshuffle", "blocksize": 0},
         ),
-        ("loss_mask", "codecs.0", "bytes"),
-        ("loss_mask", "codecs.0", {"name": "bytes", "configuration": {}}),
+        ("loss_mask", f"{SHARD}.codecs.0", "bytes"),
+        ("loss_mask", f"{SHARD}.codecs.0", {"name": "bytes", "configuration": {}}),
         ("ids", "codecs.0", LITTLE),
         ("input_ids", "attributes", ...),
     ]:
@@ -566,10 +583,10 @@ def test_every_legal_spelling_is_read(store):
 
 def test_clauses_are_named(store):
     edit_array(store, "hidden/d2", lambda m: put(m, f"{SHARD}.index_location", "start"))
-    edit_array(store, "input_ids", lambda m: put(m, "codecs.0", BIG))
+    edit_array(store, "input_ids", lambda m: put(m, f"{SHARD}.codecs.0", BIG))
     problems = hs.validate_store(store, level="sample")
     assert [p.where.rsplit(": ")[-1] for p in problems if p.code == "HS507"] == [
-        "codecs[0].configuration.endian",
+        "codecs[0].configuration.codecs[0].configuration.endian",
         "codecs[0].configuration.index_location",
     ]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from hsformat.store import pending
-from hsformat.store.backend import Backend, LocalBackend
+from hsformat.store import building
+from hsformat.store.backend import Backend, BufferedSink, Entry
+from hsformat.store.local import LocalBackend
 from hsformat.testing import StoreConformance
 
 
@@ -63,6 +64,18 @@ class InMemory:
     def publish(self, key, data):
         if self.objects.setdefault(key, new := bytes(bytearray(data))) is not new:  # a copy: interned b"" is no winner
             raise FileExistsError(key)
+
+    def create(self, key):
+        if key in self.objects:
+            raise FileExistsError(key)
+        return BufferedSink(self.write, key)
+
+    def listing(self, key):
+        return [Entry(k, len(v), time.time()) for k, v in sorted(self.objects.items()) if k.startswith(f"{key}/")]
+
+    def remove(self, key):
+        if self.objects.pop(key, None) is None:
+            raise FileNotFoundError(key)
 
     def settle(self, key):
         pass
@@ -204,6 +217,78 @@ class OneByteFlipped(LocalBackend):
         super().write(key, data[:-1] + bytes([data[-1] ^ 1]) if len(data) > 5 else data)
 
 
+class _Sink:
+    def __init__(self, sink):
+        self.sink = sink
+
+    def __getattr__(self, name):
+        return getattr(self.sink, name)
+
+
+class KeepsReferences(LocalBackend):
+    """Writes what the arrays hold when the object is closed."""
+
+    def create(self, key):
+        class Late(_Sink):
+            parts: ClassVar[list] = []
+
+            def write(self, data):
+                self.parts = [*self.parts, data]
+
+            def close(self):
+                for part in self.parts:
+                    self.sink.write(part)
+                self.sink.close()
+
+        return Late(super().create(key))
+
+
+class CreateOverwrites(LocalBackend):
+    def create(self, key):
+        (self._root / key).unlink(missing_ok=True)
+        return super().create(key)
+
+
+class StaysAfterAbort(LocalBackend):
+    """What is given up is written by another name, which nobody discards."""
+
+    def create(self, key):
+        other = self._root / "s/b-0/x"
+
+        class Stays(_Sink):
+            def abort(self):
+                self.sink.abort()
+                other.parent.mkdir(parents=True, exist_ok=True)
+                other.write_bytes(b"")
+
+        return Stays(super().create(key))
+
+
+class ListsOneLevel(LocalBackend):
+    def listing(self, key):
+        return [e for e in super().listing(key) if "/" not in e.key.removeprefix(f"{key}/")]
+
+
+class RemovesQuietly(LocalBackend):
+    def remove(self, key):
+        (self._root / key).unlink(missing_ok=True)
+
+
+class ReadsAcross(LocalBackend):
+    """Fills arrays beyond the end of the object."""
+
+    def open_object(self, key):
+        real = super().open_object(key)
+
+        class Across:
+            def read_into(self, start, parts):
+                for part in parts:
+                    part[...] = 0
+                return real.read_into(start, parts)
+
+        return Across()
+
+
 CAUGHT_BY: dict[type[LocalBackend], set[str]] = {
     PublishOverwrites: {
         "test_publishing_is_put_if_absent", "test_writing_never_overwrites",
@@ -220,6 +305,12 @@ CAUGHT_BY: dict[type[LocalBackend], set[str]] = {
     EmptyForMissing: {"test_a_place_where_nothing_is"},
     SizeOfFolders: {"test_folders_are_listed_by_name_one_level_deep"},
     ListsByPrefix: {"test_folders_are_listed_by_name_one_level_deep"},
+    KeepsReferences: {"test_objects_are_written_in_parts"},
+    CreateOverwrites: {"test_objects_are_written_in_parts"},
+    StaysAfterAbort: {"test_what_is_given_up_can_be_discarded"},
+    ListsOneLevel: {"test_all_objects_are_listed"},
+    RemovesQuietly: {"test_removing_takes_one_object"},
+    ReadsAcross: {"test_opened_objects_are_read_in_place"},
     ListsFiles: {"test_folders_are_listed_by_name_one_level_deep"},
     DiscardsByPrefix: {"test_discarding_takes_a_folder_and_nothing_else"},
     DiscardsNothing: {"test_discarding_takes_a_folder_and_nothing_else"},
@@ -250,16 +341,20 @@ def test_a_place_that_breaks_a_promise_fails(wrong, test, tmp_path):
 
 
 def test_a_writer_that_commits_before_it_settles_is_found(tmp_path, monkeypatch):
-    write_segment = pending.write_segment
+    real = building.Building.commit
 
-    def hasty(backend: Backend, *args: Any, **kwargs: Any) -> int:
+    def hasty(self: building.Building, producer: Any) -> int:
         class Hasty:
+            def __init__(self, backend: Backend) -> None:
+                self.backend = backend
+
             def __getattr__(self, name: str) -> Any:
-                return (lambda _key: None) if name == "settle" else getattr(backend, name)
+                return (lambda _key: None) if name == "settle" else getattr(self.backend, name)
 
-        return write_segment(Hasty(), *args, **kwargs)
+        self._backend = Hasty(self._backend)
+        return real(self, producer)
 
-    monkeypatch.setattr("hsformat.store.writer.write_segment", hasty)
+    monkeypatch.setattr(building.Building, "commit", hasty)
     with pytest.raises(AssertionError):
         run(suite_of(lambda n: LocalBackend(str(tmp_path / n))), "test_everything_is_durable_before_the_commit")
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,11 @@ from hsformat.record import Record
 CONTRACT = tiny_contract()
 RECORDS = [tiny_record(CONTRACT, f"r{i}", tokens=5 + i, seed=i) for i in range(8)]
 PER_SEGMENT = 2
-WRITES = 30  # files of a segment of this contract but its commit record; random points are spread over all segments
+CHUNK_TOKENS = 4  # so that chunks are written while records are appended
+WRITES = (
+    24  # small files of a segment of this contract but its commit record; random points are spread over all segments
+)
+PARTS = 60  # writes to files of a segment, at least
 
 POINTS = {
     "create-before": ("publish", 0, "before"),
@@ -31,13 +36,17 @@ POINTS = {
     "create-root-linked": ("publish", 0, "linked"),
     "create-groups": ("publish", 1, "half"),
     "created": ("publish", 1, "after"),
-    "first-file": ("write", 0, "half"),
+    "first-file": ("create", 0, "before"),
+    "first-chunk": ("part", 2, "half"),
+    "files-begun": ("create", 5, "after"),
+    "first-end": ("write", 0, "half"),
     "unsettled": ("settle", 1, "before"),
     "commit-before": ("publish", 3, "before"),
     "commit-half-written": ("publish", 3, "half"),
     "commit-linked": ("publish", 3, "linked"),
     "commit-after": ("publish", 3, "after"),
     **{f"write-{n}": ("write", n, "half") for n in np.random.default_rng(7).integers(1, 4 * WRITES, 5).tolist()},
+    **{f"part-{n}": ("part", n, "half") for n in np.random.default_rng(8).integers(1, 4 * PARTS, 6).tolist()},
 }
 
 
@@ -55,7 +64,8 @@ def main(folder: str) -> None:
 
 def write_all(path: Path) -> None:
     """Write the records that are not there yet, a few a segment; make the store if need be."""
-    with hs.append(path) if hs.exists(path) else hs.create(path, CONTRACT) as writer:
+    options = {"chunk_tokens": CHUNK_TOKENS, "threads": 2}
+    with hs.append(path, **options) if hs.exists(path) else hs.create(path, CONTRACT, **options) as writer:
         for record in RECORDS:
             if record.id not in writer.ids:
                 writer.append(record)
@@ -64,28 +74,35 @@ def write_all(path: Path) -> None:
 
 
 def die_at(method: str, number: int, where: str) -> None:
-    """Arm the backend: die in the ``number``-th call of a method."""
-    from hsformat.store import backend
+    """Arm the backend: die in the ``number``-th call of a method, of any thread; ``part`` is one write to a file."""
+    from hsformat.store import local
 
-    def die() -> None:
+    def die(*_args: object, **_kwargs: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    real, write_new, calls = getattr(backend.LocalBackend, method), backend._write_new, iter(range(10_000))
+    owner = local.LocalSink if method == "part" else local.LocalBackend
+    method = "write" if method == "part" else method
+    real, write, calls = getattr(owner, method), local.LocalSink.write, iter(range(10_000))
 
-    def dying(self: backend.LocalBackend, key: str, *data: bytes) -> None:
+    def write_half(sink: local.LocalSink, data: Any) -> None:
+        write(sink, data[: len(data) // 2])
+        die()
+
+    def dying(self: Any, *args: Any) -> Any:
         if next(calls) != number:
-            real(self, key, *data)
-            return
+            return real(self, *args)
         if where == "before":
             die()
         if where == "half":
-            backend._write_new = lambda path, whole: (write_new(path, whole[: len(whole) // 2]), die())  # type: ignore[assignment]
+            local.LocalSink.write = write_half  # type: ignore[method-assign]
+            write_half(self, *args) if owner is local.LocalSink else None
         if where == "linked":  # the name exists, the temporary one does still
-            Path.unlink = lambda *_args, **_kwargs: die()  # type: ignore[assignment, method-assign]
-        real(self, key, *data)
+            Path.unlink = die  # type: ignore[assignment, method-assign]
+        done = real(self, *args)
         die()
+        return done
 
-    setattr(backend.LocalBackend, method, dying)
+    setattr(owner, method, dying)
 
 
 @pytest.fixture(scope="module")

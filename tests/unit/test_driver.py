@@ -463,7 +463,7 @@ def test_second_signal_stops_at_once(out):
 
 
 def test_disk_full_keeps_what_is_committed(out, monkeypatch):
-    from hsformat.store.backend import LocalBackend
+    from hsformat.store.local import LocalBackend
 
     class Fills(Fake):
         def one(self, s):

@@ -1,0 +1,257 @@
+"""A folder on a local or mounted disk as the place of a store. Imports ``backend`` alone of hsformat."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from hsformat.store.backend import Bytes, Data, Entry, OpenObject, RangedObject
+
+__all__ = ["LocalBackend"]
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class LocalBackend:
+    """A folder on a local or mounted disk."""
+
+    def __init__(self, path: str) -> None:
+        self._location = path
+        self._root = Path(os.path.abspath(path))
+
+    @property
+    def location(self) -> str:
+        """The path as given."""
+        return self._location
+
+    def state(self) -> Literal["absent", "empty", "file", "folder"]:
+        """Return what is at the path."""
+        if self._root.is_dir():
+            with os.scandir(self._root) as entries:
+                return "folder" if any(not _is_leftover(e.name) for e in entries) else "empty"
+        return "file" if os.path.lexists(self._root) else "absent"
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return bytes of a file."""
+        with (self._root / key).open("rb", buffering=0) as f:
+            if start:
+                f.seek(start)
+            if length is None:
+                return f.read()
+            parts = []
+            while length and (part := f.read(length)):  # a raw read may be short
+                parts.append(part)
+                length -= len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def size(self, key: str) -> int | None:
+        """Return the size of a regular file; None if there is none."""
+        path = self._root / key
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except FileNotFoundError:
+            return None
+
+    def folders(self, key: str) -> list[str]:
+        """Return the names of the folders under a key, sorted."""
+        try:
+            with os.scandir(self._root / key) as entries:
+                return sorted(e.name for e in entries if e.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def write(self, key: str, data: Data) -> None:
+        """Write a new file and flush it to the disk."""
+        path = self._root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_new(path, data)
+
+    def create(self, key: str) -> LocalSink:
+        """Begin a new file."""
+        path = self._root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return LocalSink(path)
+
+    def open_object(self, key: str) -> OpenObject:
+        """Open a file for reading in place."""
+        return LocalFile(self._root / key) if hasattr(os, "preadv") else RangedObject(self, key)
+
+    def settle(self, key: str) -> None:
+        """Flush the folders under a key; :meth:`publish` flushes those that lead to it."""
+        for folder, _, _ in os.walk(self._root / key, topdown=False):
+            _sync_folder(Path(folder))
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Write the file under another name, then link it to its own: it appears whole or not at all."""
+        path = self._root / key
+        top = next(p for p in (self._root.parent, *self._root.parent.parents) if p.is_dir())  # what is below may be new
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+        try:
+            _write_new(temporary, data)
+            _link_new(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        for folder in path.parents:
+            _sync_folder(folder)
+            if folder == top:
+                break
+
+    def discard(self, key: str) -> None:
+        """Remove files, then folders, deepest first; nothing if the commit record is there or may be."""
+        published = self._root / key / "zarr.json"
+        with contextlib.suppress(FileNotFoundError):
+            published.lstat()
+            raise FileExistsError(errno.EEXIST, "published, and not removed", str(published))
+        for folder, _, files in os.walk(self._root / key, topdown=False):
+            for name in files:
+                with contextlib.suppress(OSError):
+                    (Path(folder) / name).unlink()
+            with contextlib.suppress(OSError):
+                Path(folder).rmdir()
+
+    def listing(self, key: str) -> list[Entry]:
+        """Return all files under a folder."""
+        out = []
+        for folder, _, files in os.walk(self._root / key):
+            for name in files:
+                path = Path(folder) / name
+                with contextlib.suppress(FileNotFoundError):  # removed by somebody else meanwhile
+                    stat = path.stat()
+                    out.append(Entry(path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime))
+        return sorted(out)
+
+    def remove(self, key: str) -> None:
+        """Remove a file, and flush its folder."""
+        path = self._root / key
+        path.unlink()
+        _sync_folder(path.parent)
+
+
+class LocalSink:
+    """A new file that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+
+    def write(self, data: Data) -> None:
+        """Write all bytes."""
+        view = memoryview(data) if isinstance(data, bytes) else data.data
+        while view:
+            view = view[self._file.write(view) :]
+
+    def close(self) -> None:
+        """Flush the file to the disk."""
+        with self._file:
+            os.fsync(self._file.fileno())
+
+    def abort(self) -> None:
+        """Close the file as it is."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class LocalFile:
+    """An open file. Positions are part of each call, so that threads and forked processes may share it."""
+
+    _MOST = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024)
+
+    def __init__(self, path: Path) -> None:
+        self._fd = -1
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+
+    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+        """Fill arrays with one call of the system, as far as it goes."""
+        done = 0
+        views = [p.data for p in parts]
+        while views:
+            n = os.preadv(self._fd, views[: self._MOST], start + done)
+            if not n:
+                break
+            done += n
+            while views and n >= len(views[0]):
+                n -= len(views.pop(0))
+            if n:
+                views[0] = views[0][n:]
+        return done
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def _is_leftover(name: str) -> bool:
+    """Whether a file is what a writer that was killed in :meth:`LocalBackend.publish` left behind."""
+    return name.startswith(".zarr.json.") and name.endswith((".partial", ".guard"))
+
+
+def _write_new(path: Path, data: Data) -> None:
+    sink = LocalSink(path)
+    try:
+        sink.write(data)
+        sink.close()
+    finally:
+        sink.abort()
+
+
+def _link_new(temporary: Path, path: Path) -> None:
+    try:
+        path.hardlink_to(temporary)
+    except OSError as e:
+        if e.errno in _NO_LINKS:
+            _rename_new(temporary, path)
+        elif not _is_link(temporary, path):
+            raise
+
+
+def _is_link(temporary: Path, path: Path) -> bool:
+    """Whether a link was made although the answer says otherwise: NFS repeats a request whose answer was lost."""
+    try:
+        return path.samefile(temporary)
+    except OSError:
+        return False
+
+
+def _rename_new(temporary: Path, path: Path) -> None:
+    """Rename if there is nothing yet, on a file system without hard links; the lock ends with its process."""
+    if os.name == "nt":  # where a rename replaces nothing
+        temporary.rename(path)
+        return
+    import fcntl
+
+    guard = path.with_name(f".{path.name}.guard")
+    with contextlib.ExitStack() as stack:
+        while True:
+            lock = stack.enter_context(guard.open("ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(guard.stat(), os.fstat(lock.fileno())):
+                    break  # nobody has removed it while this process waited
+        try:
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, "exists", str(path))
+            temporary.rename(path)
+        finally:
+            guard.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "nt":  # cannot open a folder there, and need not
+        return
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder above the store that may be entered and not read
+        return
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EROFS}:  # some mounted disks cannot flush folders
+            raise
+    finally:
+        os.close(fd)
