@@ -68,9 +68,5 @@ def as_array(value: Any) -> npt.NDArray[Any]:
 
 
 def to_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Return a float array as float32; bfloat16 by a shift of bits, which is exact and faster than a cast."""
-    if array.dtype == BFLOAT16:
-        wide = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
-        wide <<= 16
-        return wide.view(np.float32)
+    """Return a float array as float32, which is exact for bfloat16."""
     return array.astype(np.float32, copy=False)

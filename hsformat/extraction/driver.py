@@ -188,6 +188,10 @@ class _Run:
                     if self.writer is not None:
                         self.writer.close()  # what is whole is kept, whatever the engine died of
                     raise
+                except BaseException:
+                    if self.writer is not None:
+                        self.writer.abandon()
+                    raise
                 finally:
                     extractor.close()
             if self.writer is not None:

@@ -16,10 +16,14 @@ from hsformat.store.array_json import ArraySpec, Axis, array_json
 from hsformat.store.codec import MAX_CHUNK_BYTES, Codec, encode_chunk
 from hsformat.store.shards import encode_shard
 
-__all__ = ["CHUNK_TOKENS", "array_specs", "check_chunk", "chunk_rows", "encode_array", "metadata"]
+__all__ = ["array_specs", "check_chunk", "chunk_rows", "encode_array", "metadata"]
 
-CHUNK_TOKENS = 256
-"""Rows of an inner chunk of states; the unit of reading, compression and checksum."""
+_STATE_BYTES: dict[Codec, int] = {"compact": 320 * 1024, "fast": 80 * 1024}
+"""Most bytes of an inner chunk of states, unless it has few rows: compression gets better up to there; without it, less
+is read beside a record's own rows."""
+
+_STATE_ROWS = (16, 256)
+"""Least and most rows of an inner chunk of states."""
 
 _TOKEN_ROWS = 4096
 """Rows of an inner chunk of what is stored a token beside its states, unless that is more than a MiB."""
@@ -56,11 +60,13 @@ def array_specs(
     }
 
 
-def chunk_rows(spec: ArraySpec, chunk_tokens: int) -> int:
-    """Return how many rows a writer puts into a chunk of an array, of states ``chunk_tokens``."""
+def chunk_rows(spec: ArraySpec, codec: Codec, chunk_tokens: int | None = None) -> int:
+    """Return how many rows a writer puts into a chunk of an array, of states ``chunk_tokens`` if that is given."""
     match spec.axis:
         case "state":
-            return chunk_tokens
+            least, most = _STATE_ROWS
+            fitting: int = _STATE_BYTES[codec] // max(1, spec.row_bytes)
+            return chunk_tokens or max(least, min(most, 2 ** max(0, fitting.bit_length() - 1)))
         case "token":
             return max(1, min(_TOKEN_ROWS, 2**20 // max(1, spec.row_bytes)))
         case "record":
@@ -93,7 +99,7 @@ def metadata(spec: ArraySpec, *, codec: Codec, chunk_rows: int) -> bytes:
 
 
 def encode_array(
-    array: npt.NDArray[Any], spec: ArraySpec, *, codec: Codec, chunk_tokens: int
+    array: npt.NDArray[Any], spec: ArraySpec, *, codec: Codec, chunk_tokens: int | None = None
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the files of one array, key (relative to the array) and bytes; the metadata last.
 
@@ -102,7 +108,7 @@ def encode_array(
     array
         Of the spec's shape and dtype.
     """
-    rows = chunk_rows(spec, chunk_tokens)
+    rows = chunk_rows(spec, codec, chunk_tokens)
     if spec.sharded:
         yield spec.file, encode_shard(array, rows, codec)
     else:

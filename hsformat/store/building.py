@@ -46,7 +46,7 @@ class Building:
         *,
         writer: str,
         n: int,
-        chunk_tokens: int,
+        chunk_tokens: int | None,
     ) -> None:
         self._backend, self._contract, self._pending, self._encoder = backend, contract, pending, encoder
         self._writer, self._n, self._chunk_tokens = writer, n, chunk_tokens
@@ -81,7 +81,7 @@ class Building:
 
     def _lane(self, spec: ArraySpec) -> Lane:
         sink = self._backend.create(f"{self.prefix}/{spec.name}/{spec.file}")
-        shape = (chunk_rows(spec, self._chunk_tokens), *spec.shape[1:])
+        shape = (chunk_rows(spec, self._contract.codec, self._chunk_tokens), *spec.shape[1:])
         return Lane(self._encoder, ShardWriter(sink, self._contract.codec), shape, spec.dtype)
 
     def _specs(self, *, positions: bool) -> dict[str, ArraySpec]:
@@ -136,7 +136,7 @@ class Building:
     def _close(self, spec: ArraySpec) -> None:
         size, sum_ = self._lanes[spec.name].shard.finish()
         self._files[f"{spec.name}/{spec.file}"] = {"size": size, "checksum": sum_}
-        rows = chunk_rows(spec, self._chunk_tokens)
+        rows = chunk_rows(spec, self._contract.codec, self._chunk_tokens)
         self._write(f"{spec.name}/zarr.json", metadata(spec, codec=self._contract.codec, chunk_rows=rows))
 
     def _whole(self, spec: ArraySpec) -> None:

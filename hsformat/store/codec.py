@@ -24,6 +24,7 @@ __all__ = [
     "DamagedChunk",
     "check_crc",
     "crc32c",
+    "crc32c_frozen",
     "decode_chunk",
     "encode_chunk",
 ]
@@ -48,6 +49,11 @@ def crc32c(data: Data, value: int = 0) -> int:
     if isinstance(data, np.ndarray):
         data = data.view()
         data.flags.writeable = False
+    return crc32c_frozen(data, value)
+
+
+def crc32c_frozen(data: Data, value: int = 0) -> int:
+    """Return the CRC-32C of bytes, or of an array that cannot be written."""
     return int(google_crc32c.extend(value, cast("bytes", data)))
 
 

@@ -25,7 +25,7 @@ from hsformat.record import Generation, Provenance
 from hsformat.store.array_json import ArraySpec
 from hsformat.store.arrays import array_specs
 from hsformat.store.backend import Source
-from hsformat.store.metadata import SEGMENT_NAME, SEGMENTS, hs_attribute, json_object, segment_names
+from hsformat.store.metadata import SEGMENTS, hs_attribute, is_segment_name, json_object, segment_names
 
 __all__ = ["CommitRecord", "FileEntry", "Files", "load_commit", "load_commits", "replaced_note", "seal"]
 
@@ -317,7 +317,7 @@ class _CommitJson(Frozen):
     provenance_index: Annotated[tuple[_Index, ...], FromList]
     source_digests: Annotated[tuple[Digest | None, ...], FromList]
     producer: dict[str, Any] | None
-    replaces: Annotated[tuple[Annotated[str, Field(pattern=SEGMENT_NAME)], ...], FromList]
+    replaces: Annotated[tuple[str, ...], FromList]
     files: dict[str, _FileJson]
 
     def columns(self) -> CommitRecord:
@@ -358,6 +358,8 @@ def _contradiction(c: _CommitJson, name: str) -> str | None:
         return "a record whose number of states is neither that of its tokens nor one less"
     if max(sum(c.tokens), sum(f.size for f in c.files.values())) >= 2**53:
         return "lengths beyond 2**53"
+    if bad := next((old for old in c.replaces if not is_segment_name(old)), None):
+        return f"replaces {bad[:80]!r}, which is no name of a segment"
     if name in c.replaces:
         return "a segment that replaces itself"
     if len(set(c.ids)) != c.records:

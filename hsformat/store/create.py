@@ -8,7 +8,6 @@ from typing import Any, Literal
 from hsformat.compare import compare
 from hsformat.contract import Contract
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
-from hsformat.store.arrays import CHUNK_TOKENS
 from hsformat.store.backend import Backend, Place
 from hsformat.store.commit import load_commits
 from hsformat.store.metadata import (
@@ -66,7 +65,7 @@ def create(
     *,
     codec: Literal["compact", "fast"] | None = None,
     segment_bytes: int = SEGMENT_BYTES,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     producer: Mapping[str, Any] | None = None,
     threads: int | None = None,
     commit_seconds: float = COMMIT_SECONDS,
@@ -82,7 +81,7 @@ def create(
     segment_bytes
         Records are committed as a segment before they exceed this many bytes, uncompressed; memory does not.
     chunk_tokens
-        Rows of a chunk of states.
+        Rows of a chunk of states; None: by the codec and the width.
     producer
         What writes, as JSON; recorded in each segment, never compared.
     threads
@@ -137,7 +136,7 @@ def append(
     *,
     expect: Contract | None = None,
     segment_bytes: int = SEGMENT_BYTES,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     producer: Mapping[str, Any] | None = None,
     threads: int | None = None,
     commit_seconds: float = COMMIT_SECONDS,

@@ -18,10 +18,10 @@ from hsformat.store.backend import Backend, Source
 
 __all__ = [
     "SEGMENTS",
-    "SEGMENT_NAME",
     "ensure_segments",
     "group_json",
     "hs_attribute",
+    "is_segment_name",
     "json_object",
     "load_contract",
     "root_attribute",
@@ -30,8 +30,7 @@ __all__ = [
 ]
 
 SEGMENTS = "segments"
-SEGMENT_NAME = r"^([0-9a-z]{1,32})-(0|[1-9][0-9]{0,14})$"
-_SEGMENT_NAME = re.compile(SEGMENT_NAME.removesuffix("$") + r"\Z")
+_SEGMENT_NAME = re.compile(r"([0-9a-z]{1,32})-(0|[1-9][0-9]{0,14})\Z")
 
 
 def group_json(attribute: Mapping[str, Any] | None = None) -> bytes:
@@ -74,6 +73,11 @@ def segments_group_problems(source: Source) -> list[Problem]:
         data = "no Zarr v3 group"
     fix = "remove this file: the next writer makes it again"
     return [problem("HS504", where=f"{source.location}/{key}", got=data, expected="a Zarr v3 group", fix=fix)]
+
+
+def is_segment_name(name: str) -> bool:
+    """Return whether a folder of this name may be a segment (rule S-3)."""
+    return _SEGMENT_NAME.match(name) is not None
 
 
 def segment_names(source: Source) -> list[str]:

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import ArraySpec, Encoding
 from hsformat.store.backend import Bytes, Source, open_object
-from hsformat.store.codec import CRC_BYTES, DamagedChunk, check_crc, crc32c, decode_chunk
+from hsformat.store.codec import CRC_BYTES, DamagedChunk, check_crc, crc32c, crc32c_frozen, decode_chunk
 from hsformat.store.shards import index_bytes, parse_index
 
 __all__ = ["NativeArray"]
 
 _BLOCK = 512 * 1024
-"""Bytes that are read and then summed, while a core's cache has them."""
+"""Bytes that are read in one call and then summed, while a core's cache has them; or one chunk."""
 
 _RUN = 8 * 1024 * 1024
 """Compressed bytes that are read in one call."""
@@ -149,24 +149,41 @@ class NativeArray:
         self._fill(start, parts)
 
     def _verified(self, first: int, last: int, out: Bytes) -> None:
-        """Read whole chunks: what is wanted into ``out``, the rest over and over into one block."""
-        rest = np.empty(min(_BLOCK, self._chunk_bytes) + CRC_BYTES, np.uint8)
-        at = 0
-        for chunk, low, high in self._pieces(first, last):
-            place, value = self._uncompressed(chunk), 0
-            for area, size in ((None, low), (out[at : at + high - low], high - low), (None, self._chunk_bytes - high)):
-                for done in range(0, size, _BLOCK):
-                    n = min(_BLOCK, size - done)
-                    block = rest[:n] if area is None else area[done : done + n]
-                    self._fill(place, [block])
-                    value, place = crc32c(block, value), place + n
-            stored = rest[:CRC_BYTES]
-            self._fill(place, [stored])
-            try:
-                check_crc(value, stored.tobytes())
-            except DamagedChunk as e:
-                raise DamagedChunk(f"chunk {chunk}: {e}") from e
-            at += high - low
+        """Read whole chunks: what is wanted into ``out``, the rest beside it, and compare while a cache has them."""
+        pieces = list(self._pieces(first, last))
+        size, frozen = self._chunk_bytes, out.view()
+        frozen.flags.writeable = False  # as google-crc32c wants it
+        rest = np.empty((2, size), np.uint8)  # before the first row that is wanted, and after the last
+        sums = np.empty((len(pieces), CRC_BYTES), np.uint8)
+        at = taken = 0
+        while taken < len(pieces):
+            start = self._uncompressed(pieces[taken][0])
+            run, parts = taken, list[Bytes]()
+            while run < len(pieces) and (run == taken or (run - taken + 1) * size <= _BLOCK):
+                chunk, low, high = pieces[run]
+                if self._uncompressed(chunk) != start + (run - taken) * (size + CRC_BYTES):
+                    break
+                if low:
+                    parts.append(rest[0, :low])
+                parts.append(out[at : at + high - low])
+                if high < size:
+                    parts.append(rest[1, high:])
+                parts.append(sums[run])
+                at += high - low
+                run += 1
+            self._fill(start, parts)
+            done = at - sum(high - low for _, low, high in pieces[taken:run])
+            for i in range(taken, run):
+                chunk, low, high = pieces[i]
+                value = crc32c(rest[0, :low]) if low else 0
+                value = crc32c_frozen(frozen[done : done + high - low], value)
+                value = crc32c(rest[1, high:], value) if high < size else value
+                done += high - low
+                try:
+                    check_crc(value, sums[i].tobytes())
+                except DamagedChunk as e:
+                    raise DamagedChunk(f"chunk {chunk}: {e}") from e
+            taken = run
 
     def _decode(self, first: int, last: int, out: Bytes, *, verify: bool) -> None:
         """Read compressed chunks that follow each other in one call, and decode each into its place."""

@@ -14,7 +14,7 @@ from hsformat.digests import checksum
 from hsformat.problems import Problem, StoreError, problem
 from hsformat.record import Record
 from hsformat.store.array_json import ArraySpec, Encoding, check_array_json
-from hsformat.store.arrays import CHUNK_TOKENS, chunk_rows, metadata
+from hsformat.store.arrays import chunk_rows, metadata
 from hsformat.store.backend import Source
 from hsformat.store.codec import Codec, DamagedChunk
 from hsformat.store.commit import CommitRecord
@@ -117,7 +117,7 @@ class SegmentReader:
         if (
             not start <= first <= last <= start + len(window)
         ):  # whole chunks, of which the next record is often one, too
-            step = chunk_rows(spec, CHUNK_TOKENS)
+            step = chunk_rows(spec, "fast")
             start, end = first // step * step, -(-last // step) * step
             window = self._read(name, slice(start, end), record)
             self._windows[name] = start, window
@@ -172,7 +172,7 @@ class SegmentReader:
         """Return how the array is encoded if its metadata is what this library writes, by its checksum, unread."""
         codec: Codec
         for codec in ("compact", "fast"):
-            encoding = Encoding(chunk_rows(spec, CHUNK_TOKENS), codec)
+            encoding = Encoding(chunk_rows(spec, codec), codec)
             if checksum(metadata(spec, **encoding._asdict())) == expected:
                 return encoding
         return None

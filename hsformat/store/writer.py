@@ -73,18 +73,18 @@ class Writer:
         commits: Iterable[CommitRecord],
         *,
         segment_bytes: int,
-        chunk_tokens: int,
+        chunk_tokens: int | None,
         producer: Mapping[str, Any] | None,
         threads: int | None = None,
         commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
         threads = default_threads() if threads is None else threads
-        if min(segment_bytes, chunk_tokens, threads, commit_seconds) <= 0:
+        if min(segment_bytes, 1 if chunk_tokens is None else chunk_tokens, threads, commit_seconds) <= 0:
             given = f"segment_bytes {segment_bytes}, chunk_tokens {chunk_tokens}, threads {threads}"
             raise ValueError(f"{given} and commit_seconds {commit_seconds} must be above 0")
         for spec in array_specs(contract, tokens=1, states=1, records=1, id_bytes=1, positions=True).values():
             check_chunk(
-                chunk_rows(spec, chunk_tokens) * spec.row_bytes,
+                chunk_rows(spec, contract.codec, chunk_tokens) * spec.row_bytes,
                 where=f"{backend.location}: chunk of {spec.name}",
                 fix="lower chunk_tokens" if spec.axis == "state" else "declare a smaller shape",
             )
@@ -227,6 +227,15 @@ class Writer:
             self._settled()._closed = self._closed or "closed"
             self._stop()
 
+    def abandon(self) -> None:
+        """Give up what was appended and not committed, remove what is there of it, and refuse further records."""
+        if self._pid == os.getpid() and self._settled()._closed is None:
+            self._closed = "abandoned"
+            try:
+                self._do(self._discard)
+            finally:
+                self._stop()
+
     def __enter__(self) -> Self:
         return self
 
@@ -304,6 +313,14 @@ class Writer:
             return
         with self._failing(building):
             self._count(building.commit(self.producer))
+
+    def _discard(self) -> None:
+        if self._building is not None:
+            self._building.abort()
+            with contextlib.suppress(OSError):
+                self._backend.discard(self._building.prefix)
+        self._pending.clear()
+        self._building = None
 
     def _count(self, nbytes: int) -> None:
         d = self._done

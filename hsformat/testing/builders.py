@@ -102,7 +102,7 @@ def build_store(
     segments: int = 1,
     *,
     writers: int = 1,
-    chunk_tokens: int = 256,
+    chunk_tokens: int | None = None,
 ) -> Path:
     """Write records into a new store and return its path.
 

@@ -14,7 +14,7 @@ from hsformat.contract import Contract
 from hsformat.digests import canonical_json, checksum, digest_json
 from hsformat.dtypes import numpy_dtype
 from hsformat.store.array_json import ArraySpec, Axis
-from hsformat.store.arrays import CHUNK_TOKENS, encode_array
+from hsformat.store.arrays import encode_array
 
 
 def read_json(path: Path) -> Any:
@@ -70,7 +70,7 @@ def rewrite_array(store: Path, name: str, edit: Callable[[np.ndarray], np.ndarra
         axis = "token"
     spec = ArraySpec(name=name, shape=new.shape, dtype=numpy_dtype(new.dtype.name), axis=axis)
     entries = {}
-    for key, data in encode_array(new, spec, codec=contract.codec, chunk_tokens=CHUNK_TOKENS):
+    for key, data in encode_array(new, spec, codec=contract.codec):
         (folder / name / key).write_bytes(data)
         entries[f"{name}/{key}"] = {"size": len(data), "checksum": checksum(data)}
     edit_commit(store, lambda c: c["files"].update(entries))

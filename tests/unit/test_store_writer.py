@@ -243,6 +243,19 @@ def test_a_forked_process_cannot_write_for_its_parent(tmp_path: Path) -> None:
     assert hs.open(tmp_path / "s").ids == ["r0"]
 
 
+def test_what_is_abandoned_leaves_nothing(tmp_path: Path) -> None:
+    with hs.create(tmp_path / "s", CONTRACT) as out:
+        out.append(RECORDS[0])
+        out.flush()
+        out.append(RECORDS[1])
+        out.abandon()
+        out.abandon()
+    assert code_of(lambda: out.append(RECORDS[2])) == "HS506"
+    assert set(out.ids) == {"r0"}
+    store = hs.open(tmp_path / "s")
+    assert (store.ids, store.problems) == (["r0"], [])
+
+
 def test_memory_does_not_grow_with_the_segment(tmp_path: Path) -> None:
     """A segment of 64 MB passes through a few chunks of 128 KiB."""
     wide = tiny_contract(target={"hidden_size": 256})
