@@ -25,6 +25,7 @@ __all__ = [
     "Entry",
     "OpenObject",
     "Opens",
+    "Part",
     "Place",
     "RangedObject",
     "Sink",
@@ -34,6 +35,9 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 """One axis of bytes."""
+
+Part = Bytes | memoryview
+"""Where bytes are read to."""
 
 Data = bytes | Bytes
 """What is written: bytes, or an array of them, which need not be copied."""
@@ -50,7 +54,7 @@ class Entry(NamedTuple):
 class OpenObject(Protocol):
     """An object that is read in many places; it is let go when nobody refers to it."""
 
-    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+    def read_into(self, start: int, parts: Sequence[Part]) -> int:
         """Fill arrays, one after another, with the bytes from ``start`` on; return how many there were (OSError)."""
         ...
 
@@ -180,13 +184,13 @@ class RangedObject:
     def __init__(self, source: Source, key: str) -> None:
         self._source, self._key = source, key
 
-    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+    def read_into(self, start: int, parts: Sequence[Part]) -> int:
         """Read one range, and cut it up."""
-        data = np.frombuffer(self._source.read(self._key, start, sum(map(len, parts))), np.uint8)
+        data = self._source.read(self._key, start, sum(map(len, parts)))
         at = 0
         for part in parts:
             piece = data[at : at + len(part)]
-            part[: len(piece)] = piece
+            (part.data if isinstance(part, np.ndarray) else part)[: len(piece)] = piece
             at += len(piece)
         return at
 
@@ -221,7 +225,7 @@ class _Counted:
     def __init__(self, opened: OpenObject, count: Callable[[int], None]) -> None:
         self._opened, self._count = opened, count
 
-    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+    def read_into(self, start: int, parts: Sequence[Part]) -> int:
         n = self._opened.read_into(start, parts)
         self._count(n)
         return n

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from hsformat.store.backend import Bytes, Data, Entry, OpenObject, RangedObject
+import numpy as np
+
+from hsformat.store.backend import Data, Entry, OpenObject, Part, RangedObject
 
 __all__ = ["LocalBackend"]
 
@@ -166,17 +168,20 @@ class LocalFile:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
 
-    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+    def read_into(self, start: int, parts: Sequence[Part]) -> int:
         """Fill arrays with one call of the system, as far as it goes."""
         done = 0
-        views = [p.data for p in parts]
+        views = [p.data if isinstance(p, np.ndarray) else p for p in parts]
         while views:
-            n = os.preadv(self._fd, views[: self._MOST], start + done)
+            n = os.preadv(self._fd, views if len(views) <= self._MOST else views[: self._MOST], start + done)
             if not n:
                 break
             done += n
-            while views and n >= len(views[0]):
-                n -= len(views.pop(0))
+            i = 0
+            while i < len(views) and n >= len(views[i]):
+                n -= len(views[i])
+                i += 1
+            del views[:i]
             if n:
                 views[0] = views[0][n:]
         return done

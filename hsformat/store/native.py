@@ -7,6 +7,7 @@ the core's cache when it is computed. zarr-python, by which this is tested, is `
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,8 +16,8 @@ import numpy.typing as npt
 
 from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import ArraySpec, Encoding
-from hsformat.store.backend import Bytes, Source, open_object
-from hsformat.store.codec import CRC_BYTES, DamagedChunk, check_crc, crc32c, crc32c_frozen, decode_chunk
+from hsformat.store.backend import Bytes, Part, Source, open_object
+from hsformat.store.codec import CRC_BYTES, DamagedChunk, crc32c, crc32c_frozen, decode_chunk
 from hsformat.store.shards import index_bytes, parse_index
 
 __all__ = ["NativeArray"]
@@ -58,9 +59,11 @@ class NativeArray:
         self._object = open_object(source, f"{prefix}/{spec.file}")
         size = sizes[spec.file]
         self._chunk_bytes = self._rows * spec.row_bytes
-        self._index = np.array([[0, size]], np.int64)
-        if spec.sharded:
-            self._index = self._read_index(size)
+        index = self._read_index(size) if spec.sharded else np.array([[0, size]], np.int64)
+        self._starts, self._lengths = array("q", index[:, 0].tobytes()), array("q", index[:, 1].tobytes())
+        stored = self._chunk_bytes + CRC_BYTES
+        self._wrong = np.flatnonzero(index[:, 1] != stored)  # of which nothing is known if they are compressed
+        self._follow = bool((np.diff(index[:, 0]) == stored).all())
 
     def _read_index(self, size: int) -> npt.NDArray[np.int64]:
         chunks = -(-self._spec.shape[0] // self._rows)
@@ -104,96 +107,86 @@ class NativeArray:
                 self._plain(first, last, flat)
         return out
 
-    def _pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (chunk, first byte, last byte) of what is wanted of each chunk."""
-        row_bytes = self._spec.row_bytes
-        for chunk in range(first // self._rows, -(-last // self._rows)):
-            start = chunk * self._rows
-            yield (
-                chunk,
-                max(0, first - start) * row_bytes,
-                min(self._rows, last - start) * row_bytes,
-            )
+    def _pieces(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """Return (chunk, first byte, last byte) of what is wanted of each chunk."""
+        rows, size = self._rows, self._chunk_bytes
+        row_bytes, from_, to = size // rows, first // rows, (last - 1) // rows
+        pieces = [(chunk, 0, size) for chunk in range(from_, to + 1)]
+        pieces[-1] = (to, 0, (last - to * rows) * row_bytes)
+        pieces[0] = (from_, (first - from_ * rows) * row_bytes, pieces[0][2])
+        return pieces
 
-    def _fill(self, start: int, parts: list[Bytes]) -> None:
+    def _fill(self, start: int, parts: list[Part]) -> None:
         wanted = sum(map(len, parts))
         if (n := self._object.read_into(start, parts)) != wanted:
             where = f"{self._where}/{self._spec.file}"
             raise StoreError(problem("HS505", where=where, got=f"{n} bytes at {start}", expected=f"{wanted} bytes"))
 
-    def _place(self, chunk: int) -> tuple[int, int]:
-        start, length = self._index[chunk]
-        return int(start), int(length)
-
-    def _uncompressed(self, chunk: int) -> int:
-        """Return where an uncompressed chunk is, whose length is known."""
-        start, length = self._place(chunk)
-        if length != self._chunk_bytes + CRC_BYTES:
-            raise DamagedChunk(f"chunk {chunk}: {length - CRC_BYTES} bytes, and not {self._chunk_bytes}")
-        return start
+    def _runs(self, pieces: list[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
+        """Cut pieces of uncompressed chunks into runs that lie one after another, of at most so many bytes."""
+        if self._wrong.size:
+            for chunk, _, _ in pieces:
+                if chunk in self._wrong:
+                    got = self._lengths[chunk] - CRC_BYTES
+                    raise DamagedChunk(f"chunk {chunk}: {got} bytes, and not {self._chunk_bytes}")
+        stored = self._chunk_bytes + CRC_BYTES
+        n = max(1, most // stored)
+        while pieces:
+            end = len(pieces)
+            if not self._follow:
+                starts = [self._starts[chunk] for chunk, _, _ in pieces]
+                end = next((i for i in range(1, end) if starts[i] != starts[i - 1] + stored), end)
+            yield pieces[: min(n, end)]
+            pieces = pieces[min(n, end) :]
 
     def _plain(self, first: int, last: int, out: Bytes) -> None:
         """Read rows alone, chunks that follow each other in one call."""
-        at, start, parts, end = 0, 0, list[Bytes](), -1
-        skipped = np.empty(CRC_BYTES, np.uint8)
-        for chunk, low, high in self._pieces(first, last):
-            place = self._uncompressed(chunk) + low
-            if place == end + CRC_BYTES and parts:
-                parts.append(skipped)
-            elif parts:
-                self._fill(start, parts)
-                parts = []
-            start = start if parts else place
-            parts.append(out[at : at + high - low])
-            at, end = at + high - low, place + high - low
-        self._fill(start, parts)
+        wanted, at = out.data, 0
+        skipped = memoryview(bytearray(CRC_BYTES))
+        for run in self._runs(self._pieces(first, last), _RUN):
+            parts: list[Part] = []
+            for _, low, high in run:
+                parts += (wanted[at : at + high - low], skipped)
+                at += high - low
+            self._fill(self._starts[run[0][0]] + run[0][1], parts[:-1])
 
     def _verified(self, first: int, last: int, out: Bytes) -> None:
         """Read whole chunks: what is wanted into ``out``, the rest beside it, and compare while a cache has them."""
-        pieces = list(self._pieces(first, last))
-        size, frozen = self._chunk_bytes, out.view()
+        size, wanted, frozen = self._chunk_bytes, out.data, out.view()
         frozen.flags.writeable = False  # as google-crc32c wants it
-        rest = np.empty((2, size), np.uint8)  # before the first row that is wanted, and after the last
-        sums = np.empty((len(pieces), CRC_BYTES), np.uint8)
-        at = taken = 0
-        while taken < len(pieces):
-            start = self._uncompressed(pieces[taken][0])
-            run, parts = taken, list[Bytes]()
-            while run < len(pieces) and (run == taken or (run - taken + 1) * size <= _BLOCK):
-                chunk, low, high = pieces[run]
-                if self._uncompressed(chunk) != start + (run - taken) * (size + CRC_BYTES):
-                    break
+        pieces = self._pieces(first, last)
+        before, after = np.empty(pieces[0][1], np.uint8), np.empty(size - pieces[-1][2], np.uint8)
+        at = 0
+        for run in self._runs(pieces, _BLOCK):
+            sums, begin = bytearray(CRC_BYTES * len(run)), at
+            view, parts = memoryview(sums), list[Part]()
+            for i, (_, low, high) in enumerate(run):
                 if low:
-                    parts.append(rest[0, :low])
-                parts.append(out[at : at + high - low])
+                    parts.append(before)
+                parts.append(wanted[at : at + high - low])
                 if high < size:
-                    parts.append(rest[1, high:])
-                parts.append(sums[run])
+                    parts.append(after)
+                parts.append(view[CRC_BYTES * i : CRC_BYTES * i + CRC_BYTES])
                 at += high - low
-                run += 1
-            self._fill(start, parts)
-            done = at - sum(high - low for _, low, high in pieces[taken:run])
-            for i in range(taken, run):
-                chunk, low, high = pieces[i]
-                value = crc32c(rest[0, :low]) if low else 0
-                value = crc32c_frozen(frozen[done : done + high - low], value)
-                value = crc32c(rest[1, high:], value) if high < size else value
-                done += high - low
-                try:
-                    check_crc(value, sums[i].tobytes())
-                except DamagedChunk as e:
-                    raise DamagedChunk(f"chunk {chunk}: {e}") from e
-            taken = run
+            self._fill(self._starts[run[0][0]], parts)
+            for i, (chunk, low, high) in enumerate(run):
+                value = crc32c(before) if low else 0
+                value = crc32c_frozen(frozen[begin : begin + high - low], value)
+                value = crc32c(after, value) if high < size else value
+                begin += high - low
+                stored = int.from_bytes(sums[CRC_BYTES * i : CRC_BYTES * i + CRC_BYTES], "little")
+                if value != stored:
+                    raise DamagedChunk(f"chunk {chunk}: CRC-32C {value:08x}, stored {stored:08x}")
 
     def _decode(self, first: int, last: int, out: Bytes, *, verify: bool) -> None:
         """Read compressed chunks that follow each other in one call, and decode each into its place."""
-        pieces = list(self._pieces(first, last))
+        pieces = self._pieces(first, last)
         at = taken = 0
         while taken < len(pieces):
-            start, length = self._place(pieces[taken][0])
+            start, length = self._starts[pieces[taken][0]], self._lengths[pieces[taken][0]]
             run = [length]
             for chunk, _, _ in pieces[taken + 1 :]:
-                place, length = self._place(chunk)
+                place, length = self._starts[chunk], self._lengths[chunk]
                 if place != start + sum(run) or sum(run) + length > _RUN:
                     break
                 run.append(length)

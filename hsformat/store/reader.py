@@ -118,6 +118,7 @@ class Store:
         self._backend = backend
         self._verify, self._decoder = verify, decoder
         self.contract = contract
+        self._keys = contract.keys
         self.problems = list(problems)
         self.segments = tuple(commits)
         self._ends = list(accumulate(c.records for c in commits))
@@ -186,14 +187,14 @@ class Store:
         """
         if isinstance(captures, str):
             raise TypeError(f"captures is a collection of keys, [{captures!r}], not text")
-        keys = self.contract.keys if captures is None else tuple(captures)
-        if absent := [k for k in keys if k not in self.contract.keys]:
+        keys = self._keys if captures is None else tuple(captures)
+        if absent := [k for k in keys if k not in self._keys]:
             raise ContractMismatch(
                 [
                     problem(
                         "HS109",
                         where=f"{self.path}: capture {k!r}",
-                        got=f"captures {list(self.contract.keys)}",
+                        got=f"captures {list(self._keys)}",
                         expected=f"{k} among them",
                     )
                     for k in absent
