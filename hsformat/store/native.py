@@ -8,7 +8,7 @@ the core's cache when it is computed. zarr-python, by which this is tested, is `
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,11 @@ _RUN = 8 * 1024 * 1024
 
 class NativeArray:
     """One array of a segment. Keeps its file open and its index in memory.
+
+    Attributes
+    ----------
+    ordered
+        Whether its chunks lie in the file in their order, so that :meth:`blocks` reads each byte once.
 
     Parameters
     ----------
@@ -64,6 +69,8 @@ class NativeArray:
         stored = self._chunk_bytes + CRC_BYTES
         self._wrong = np.flatnonzero(index[:, 1] != stored)  # of which nothing is known if they are compressed
         self._follow = bool((np.diff(index[:, 0]) == stored).all())
+        self._size = size
+        self.ordered = bool((index[1:, 0] >= index[:-1].sum(axis=1)).all())
 
     def _read_index(self, size: int) -> npt.NDArray[np.int64]:
         chunks = -(-self._spec.shape[0] // self._rows)
@@ -106,6 +113,56 @@ class NativeArray:
             else:
                 self._plain(first, last, flat)
         return out
+
+    def blocks(self, seen: Callable[[Bytes], None]) -> Iterator[npt.NDArray[Any]]:
+        """Read the file of an :attr:`ordered` array once, from its beginning to its end.
+
+        Parameters
+        ----------
+        seen
+            Is shown every byte of the file, in order.
+
+        Yields
+        ------
+        All rows in order, verified, in blocks of some chunks; each is overwritten by the next.
+
+        Raises
+        ------
+        DamagedChunk, StoreError, OSError
+            As :meth:`read`; ``seen`` was not shown the rest then.
+        """
+        n, at, row, total = len(self._starts), 0, 0, self._spec.shape[0]
+        encoded, decoded = np.empty(_BLOCK, np.uint8), np.empty(0, np.uint8)
+        chunk = 0
+        while chunk < n:
+            last = chunk
+            while last + 1 < n and self._starts[last + 1] + self._lengths[last + 1] - at <= _BLOCK:
+                last += 1
+            end = self._starts[last] + self._lengths[last]
+            if end - at > len(encoded):
+                encoded = np.empty(end - at, np.uint8)
+            data = encoded[: end - at]
+            self._fill(at, [data])
+            seen(data)
+            size = (last - chunk + 1) * self._chunk_bytes
+            if size > len(decoded):
+                decoded = np.empty(size, np.uint8)
+            for i in range(chunk, last + 1):
+                start, target = self._starts[i] - at, decoded[(i - chunk) * self._chunk_bytes :][: self._chunk_bytes]
+                self._decode_one(i, data[start : start + self._lengths[i]], target, verify=True)
+            rows = decoded[:size].view(self._spec.dtype).reshape(-1, *self._spec.shape[1:])
+            yield rows[: total - row]
+            row, at, chunk = row + len(rows), end, last + 1
+        for start in range(at, self._size, _BLOCK):
+            data = encoded[: min(_BLOCK, self._size - start)]
+            self._fill(start, [data])
+            seen(data)
+
+    def _decode_one(self, chunk: int, data: Bytes, out: Bytes, *, verify: bool) -> None:
+        try:
+            decode_chunk(data, out, compressed=self._compressed, verify=verify)
+        except DamagedChunk as e:
+            raise DamagedChunk(f"chunk {chunk}: {e}") from e
 
     def _pieces(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Return (chunk, first byte, last byte) of what is wanted of each chunk."""
@@ -196,10 +253,7 @@ class NativeArray:
                 encoded, data = data[:length], data[length:]
                 whole = high - low == self._chunk_bytes
                 target = out[at : at + high - low] if whole else np.empty(self._chunk_bytes, np.uint8)
-                try:
-                    decode_chunk(encoded, target, compressed=True, verify=verify)
-                except DamagedChunk as e:
-                    raise DamagedChunk(f"chunk {chunk}: {e}") from e
+                self._decode_one(chunk, encoded, target, verify=verify)
                 if not whole:
                     out[at : at + high - low] = target[low:high]
                 at += high - low

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,7 @@ from hsformat.problems import Problem, StoreError, problem
 from hsformat.record import Record
 from hsformat.store.array_json import ArraySpec, Encoding, check_array_json
 from hsformat.store.arrays import chunk_rows, metadata
-from hsformat.store.backend import Source
+from hsformat.store.backend import Bytes, Source
 from hsformat.store.codec import Codec, DamagedChunk
 from hsformat.store.commit import CommitRecord
 from hsformat.store.native import NativeArray
@@ -123,6 +124,29 @@ class SegmentReader:
             self._windows[name] = start, window
         return window[first - start : last - start].copy()
 
+    def stream(self, name: str, seen: Callable[[Bytes], None]) -> Iterator[npt.NDArray[Any]] | None:
+        """Return all rows of a sharded array in blocks that overwrite each other, its file read once and in order.
+
+        Returns
+        -------
+        As :meth:`hsformat.store.native.NativeArray.blocks`, with its errors as a StoreError; None if the array cannot
+        be read so.
+
+        Raises
+        ------
+        StoreError
+            The array cannot be opened.
+        """
+        place = f"{self._source.location}/{self.commit.prefix}/{name}"
+        with _as_problems(place):
+            if (array := self._opened.get(name)) is None:
+                array = self._opened[name] = self._open(name)
+        return self._blocks(array, place, seen) if isinstance(array, NativeArray) and array.ordered else None
+
+    def _blocks(self, array: NativeArray, place: str, seen: Callable[[Bytes], None]) -> Iterator[npt.NDArray[Any]]:
+        with _as_problems(place):
+            yield from array.blocks(seen)
+
     def try_read(self, name: str) -> tuple[npt.NDArray[Any] | None, list[Problem]]:
         """Return a whole array, or None and why it cannot be read."""
         try:
@@ -136,20 +160,13 @@ class SegmentReader:
         return tuple(self._specs)
 
     def _read(self, name: str, rows: slice, record: str | None) -> npt.NDArray[Any]:
-        place = f"{self._source.location}/{self.commit.prefix}/{name}"
         try:
-            if (array := self._opened.get(name)) is None:
-                array = self._opened[name] = self._open(name)
-            return array.read(rows, verify=self._verify)
+            with _as_problems(f"{self._source.location}/{self.commit.prefix}/{name}"):
+                if (array := self._opened.get(name)) is None:
+                    array = self._opened[name] = self._open(name)
+                return array.read(rows, verify=self._verify)
         except StoreError as e:
             raise StoreError([_of_record(p, record) for p in e.problems]) from e
-        except (DamagedChunk, OSError) as e:
-            if isinstance(e, DamagedChunk):
-                code, got = "HS504", f"cannot be decoded: {e}"
-            else:
-                code, got = "HS503", f"cannot be read: {e.strerror or e}"
-            found = problem(code, where=place, got=got, expected="bytes as they were written")
-            raise StoreError([_of_record(found, record)]) from e
 
     def _open(self, name: str) -> _Rows:
         prefix, entry = f"{self.commit.prefix}/{name}", self.commit.files.get(f"{name}/zarr.json")
@@ -185,6 +202,19 @@ class SegmentReader:
         if problems:
             raise StoreError(problems)
         return encoding
+
+
+@contextlib.contextmanager
+def _as_problems(place: str) -> Iterator[None]:
+    """Turn what an array that is damaged or cannot be read raises into a StoreError."""
+    try:
+        yield
+    except DamagedChunk as e:
+        got, expected = f"cannot be decoded: {e}", "bytes as they were written"
+        raise StoreError(problem("HS504", where=place, got=got, expected=expected)) from e
+    except OSError as e:
+        got, expected = f"cannot be read: {e.strerror or e}", "bytes as they were written"
+        raise StoreError(problem("HS503", where=place, got=got, expected=expected)) from e
 
 
 def _of_record(p: Problem, record: str | None) -> Problem:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hsformat.store as hs
+from hsformat.digests import Checksum
 from hsformat.problems import StoreError
 from hsformat.store.backend import CountedSource, RangedObject
 from hsformat.store.local import LocalBackend, LocalFile
@@ -55,6 +56,26 @@ def test_both_decoders_give_equal_bytes(tmp_path_factory: pytest.TempPathFactory
             assert one.tobytes() == other.tobytes()
             assert one.dtype == other.dtype
             assert one.shape == other.shape
+
+
+@pytest.mark.parametrize("codec", ["compact", "fast"])
+def test_a_stream_reads_every_byte_once_and_every_row(tmp_path: Path, codec: Any) -> None:
+    contract = tiny_contract(target={"hidden_size": 512})
+    records = [tiny_record(contract, f"r{i}", tokens=400 + i, seed=i) for i in range(6)]  # 2.4 MB: several blocks
+    with hs.create(tmp_path / "s", contract, codec=codec) as writer:
+        for record in records:
+            writer.append(record)
+    commit = hs.open(tmp_path / "s").segments[0]
+    reader = SegmentReader(LocalBackend(str(tmp_path / "s")), contract, commit)
+    for name in ("hidden/d3", "input_ids"):
+        total = Checksum()
+        blocks = reader.stream(name, total.update)
+        assert blocks is not None
+        rows = b"".join(block.tobytes() for block in blocks)
+        arrays = [r.hidden["d3"] if name == "hidden/d3" else np.asarray(r.input_ids, np.int32) for r in records]
+        assert rows == b"".join(a.tobytes() for a in arrays)
+        (file,) = (f for key, f in commit.files.items() if key.startswith(f"{name}/c/"))
+        assert str(total) == file.checksum
 
 
 @pytest.fixture
