@@ -18,7 +18,7 @@ from hsformat.store.shards import encode_shard
 
 __all__ = ["array_specs", "check_chunk", "chunk_rows", "encode_array", "metadata"]
 
-_STATE_BYTES: dict[Codec, int] = {"compact": 320 * 1024, "fast": 80 * 1024}
+_STATE_BYTES: dict[Codec, int] = {"compact": 1024 * 1024, "fast": 80 * 1024}
 """Most bytes of an inner chunk of states, unless it has few rows: compression gets better up to there; without it, less
 is read beside a record's own rows."""
 

@@ -26,7 +26,7 @@ _BLOCK = 512 * 1024
 """Bytes that are read in one call and then summed, while a core's cache has them; or one chunk."""
 
 _RUN = 8 * 1024 * 1024
-"""Compressed bytes that are read in one call."""
+"""Bytes that are read in one call where nothing is computed of them."""
 
 
 class NativeArray:
@@ -238,23 +238,27 @@ class NativeArray:
     def _decode(self, first: int, last: int, out: Bytes, *, verify: bool) -> None:
         """Read compressed chunks that follow each other in one call, and decode each into its place."""
         pieces = self._pieces(first, last)
+        encoded, partial = np.empty(0, np.uint8), np.empty(0, np.uint8)
         at = taken = 0
         while taken < len(pieces):
             start, length = self._starts[pieces[taken][0]], self._lengths[pieces[taken][0]]
             run = [length]
             for chunk, _, _ in pieces[taken + 1 :]:
                 place, length = self._starts[chunk], self._lengths[chunk]
-                if place != start + sum(run) or sum(run) + length > _RUN:
+                if place != start + sum(run) or sum(run) + length > _BLOCK:
                     break
                 run.append(length)
-            data = np.empty(sum(run), np.uint8)
-            self._fill(start, [data])
+            if sum(run) > len(encoded):
+                encoded = np.empty(sum(run), np.uint8)
+            self._fill(start, [encoded[: sum(run)]])
+            place = 0
             for (chunk, low, high), length in zip(pieces[taken : taken + len(run)], run, strict=True):
-                encoded, data = data[:length], data[length:]
                 whole = high - low == self._chunk_bytes
-                target = out[at : at + high - low] if whole else np.empty(self._chunk_bytes, np.uint8)
-                self._decode_one(chunk, encoded, target, verify=verify)
+                if not whole and not len(partial):
+                    partial = np.empty(self._chunk_bytes, np.uint8)
+                target = out[at : at + high - low] if whole else partial
+                self._decode_one(chunk, encoded[place : place + length], target, verify=verify)
                 if not whole:
-                    out[at : at + high - low] = target[low:high]
-                at += high - low
+                    out[at : at + high - low] = partial[low:high]
+                at, place = at + high - low, place + length
             taken += len(run)
