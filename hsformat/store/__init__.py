@@ -6,6 +6,7 @@
 ``arrays``     which arrays a segment has; encoding and decoding through zarr-python
 ``metadata``   the root's JSON, and the names of segments
 ``commit``     the commit record of a segment
+``size``       bytes and files before they are written, for the writer and for plans
 ``pending``    records in memory, and how they become a segment
 ``segment``    reading one segment, compared with its commit record
 ``verify``     comparing files and offsets with the commit record

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -19,7 +19,7 @@ import zarr
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.storage import MemoryStore
 
-from hsformat.contract import Contract
+from hsformat.contract import Capture, Contract, FieldSpec, StateDtype
 from hsformat.dtypes import BFLOAT16, numpy_dtype
 from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import MAX_CHUNK_BYTES, ArraySpec, Codec, array_json, check_array_json, is_sharded
@@ -36,11 +36,15 @@ __all__ = [
     "ArrayFiles",
     "ArraySpec",
     "Codec",
+    "Dimensions",
+    "array_metadata",
     "array_specs",
     "check_chunk",
     "encode_array",
     "is_sharded",
     "open_array",
+    "planned_specs",
+    "segment_groups",
 ]
 
 CHUNK_TOKENS = 256
@@ -50,16 +54,50 @@ _ABSENT = 2**64 - 1
 """Offset or length in the index of a shard of a chunk that is not stored."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    """What of a contract decides the arrays of a segment: of a contract, or of a store that is only planned.
+
+    Attributes
+    ----------
+    hidden_size, captures, fields, codec
+        As in :class:`hsformat.contract.Contract`.
+    target_dtype
+        The dtype in which the target runs.
+    """
+
+    hidden_size: int
+    captures: tuple[Capture, ...]
+    fields: tuple[FieldSpec, ...] = ()
+    codec: Codec
+    target_dtype: StateDtype
+
+    @classmethod
+    def of(cls, contract: Contract) -> Dimensions:
+        """Return those of a contract."""
+        return cls(
+            hidden_size=contract.target.hidden_size,
+            captures=contract.captures,
+            fields=contract.fields,
+            codec=contract.codec,
+            target_dtype=contract.target.dtype,
+        )
+
+
 def array_specs(
-    contract: Contract,
-    *,
-    tokens: int,
-    states: int,
-    records: int,
-    id_bytes: int,
-    positions: bool,
+    contract: Contract, *, tokens: int, states: int, records: int, id_bytes: int, positions: bool
 ) -> dict[str, ArraySpec]:
     """Return the arrays of a segment by name; the lengths are sums over its records (docs/spec/1.0.md, section 5)."""
+    dimensions = Dimensions.of(contract)
+    return planned_specs(
+        dimensions, tokens=tokens, states=states, records=records, id_bytes=id_bytes, positions=positions
+    )
+
+
+def planned_specs(
+    dimensions: Dimensions, *, tokens: int, states: int, records: int, id_bytes: int, positions: bool
+) -> dict[str, ArraySpec]:
+    """Return what :func:`array_specs` returns for a contract of these dimensions."""
     r = records
     rows: list[tuple[str, tuple[int, ...], str]] = [
         ("input_ids", (tokens,), "int32"),
@@ -71,10 +109,15 @@ def array_specs(
     ]
     if positions:
         rows.append(("position_ids", (tokens,), "int64"))
-    rows += [(f"hidden/{c.key}", (states, contract.target.hidden_size), c.dtype) for c in contract.captures]
-    rows += [(f"stats/{c.key}", (r, 2), "float32") for c in contract.captures]
-    rows += [(f"fields/{f.name}", (tokens if f.axis == "token" else r, *f.shape), f.dtype) for f in contract.fields]
+    rows += [(f"hidden/{c.key}", (states, dimensions.hidden_size), c.dtype) for c in dimensions.captures]
+    rows += [(f"stats/{c.key}", (r, 2), "float32") for c in dimensions.captures]
+    rows += [(f"fields/{f.name}", (tokens if f.axis == "token" else r, *f.shape), f.dtype) for f in dimensions.fields]
     return {name: ArraySpec(name=name, shape=shape, dtype=numpy_dtype(dtype)) for name, shape, dtype in rows}
+
+
+def segment_groups(fields: Collection[FieldSpec]) -> tuple[str, ...]:
+    """Return the names of the groups inside a segment."""
+    return ("hidden", "stats", *(["fields"] if fields else []))
 
 
 def check_chunk(nbytes: int, *, where: str, fix: str) -> None:
@@ -108,17 +151,39 @@ def encode_array(
         Of the spec's shape; of states, the rows are filled up to a multiple of ``chunk_tokens``, so that zarr encodes
         the shard in place instead of copying it into one of full size.
     """
+    files, target = _new_array(spec, array.shape, codec=codec, chunk_tokens=chunk_tokens)
+    target[...] = array
+    if array.shape != spec.shape:
+        target.resize(spec.shape)
+    for key in sorted(files, key=lambda k: (k == "zarr.json", k)):
+        yield key, files.pop(key).as_numpy_array()  # not a copy: it may be as large as a segment
+
+
+def array_metadata(spec: ArraySpec, *, codec: Codec, chunk_tokens: int) -> bytes:
+    """Return the ``zarr.json`` that :func:`encode_array` gives for an array of the spec, without an array."""
+    rows = spec.shape[0]
+    padded = -(-rows // chunk_tokens) * chunk_tokens if is_sharded(spec.name) else rows
+    files, target = _new_array(spec, (padded, *spec.shape[1:]), codec=codec, chunk_tokens=chunk_tokens)
+    if padded != rows:
+        target.resize(spec.shape)
+    return files["zarr.json"].to_bytes()
+
+
+def _new_array(
+    spec: ArraySpec, shape: tuple[int, ...], *, codec: Codec, chunk_tokens: int
+) -> tuple[dict[str, Buffer], zarr.Array[Any]]:
+    """Return an array without values, and the files that zarr keeps of it."""
     sharded = is_sharded(spec.name)
-    chunk_rows = chunk_tokens if sharded else len(array)
-    codecs = array_json(replace(spec, shape=array.shape), codec=codec, chunk_rows=chunk_rows)["codecs"]
+    chunk_rows = chunk_tokens if sharded else shape[0]
+    codecs = array_json(replace(spec, shape=shape), codec=codec, chunk_rows=chunk_rows)["codecs"]
     serializer, *compressors = codecs[0]["configuration"]["codecs"] if sharded else codecs
     files: dict[str, Buffer] = {}
-    target = zarr.create_array(
+    array = zarr.create_array(
         store=MemoryStore(files),
-        shape=array.shape,
+        shape=shape,
         dtype=BFloat16() if spec.dtype == BFLOAT16 else spec.dtype,
-        chunks=(chunk_rows, *array.shape[1:]),
-        shards=array.shape if sharded else None,
+        chunks=(chunk_rows, *shape[1:]),
+        shards=shape if sharded else None,
         compressors=compressors,
         serializer=serializer,
         filters=None,
@@ -126,11 +191,7 @@ def encode_array(
         # Otherwise zarr drops chunks of zeros, and -0.0 comes back as 0.0 (zarr-python#2060).
         config={"write_empty_chunks": True},
     )
-    target[...] = array
-    if array.shape != spec.shape:
-        target.resize(spec.shape)
-    for key in sorted(files, key=lambda k: (k == "zarr.json", k)):
-        yield key, files.pop(key).as_numpy_array()  # not a copy: it may be as large as a segment
+    return files, array
 
 
 def open_array(

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.contract import SPEC_VERSION, Contract
+from hsformat.contract import Contract
 from hsformat.digests import canonical_json, checksum
 from hsformat.dtypes import numpy_dtype
 from hsformat.record import Record
 from hsformat.scan import CaptureStats, store_states
-from hsformat.store.arrays import MAX_CHUNK_BYTES, ArraySpec, array_specs, encode_array, is_sharded
+from hsformat.store.arrays import Dimensions, encode_array, segment_groups
 from hsformat.store.backend import Backend, Data
-from hsformat.store.commit import seal
+from hsformat.store.commit import FileEntry, commit_members, seal
 from hsformat.store.metadata import SEGMENTS, ensure_segments, group_json
+from hsformat.store.size import NO_RECORDS, Totals, fits, state_bytes
 
 __all__ = ["Pending", "Row", "make_row", "write_segment"]
-
-
-class Totals(NamedTuple):
-    """Sums over the records of a segment up to one of them, and with it."""
-
-    records: int = 0
-    tokens: int = 0
-    states: int = 0
-    id_bytes: int = 0
-    nbytes: int = 0
-
-
-_NONE = Totals()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +37,7 @@ class Row:
     provenance: dict[str, Any]
     positions: npt.NDArray[np.int64] | None
     arrays: dict[str, npt.NDArray[Any]]
-    totals: Totals = _NONE
+    totals: Totals = NO_RECORDS
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +90,8 @@ class Pending:
     def __init__(self, contract: Contract, *, segment_bytes: int, chunk_tokens: int) -> None:
         self.rows: dict[str, Row] = {}
         self._contract, self._segment_bytes, self._chunk_tokens = contract, segment_bytes, chunk_tokens
-        itemsizes = (numpy_dtype(c.dtype).itemsize for c in contract.captures)
-        self._state_bytes = contract.target.hidden_size * sum(itemsizes)
+        self._dimensions = Dimensions.of(contract)
+        self._state_bytes = state_bytes(self._dimensions)
         self._states: dict[str, npt.NDArray[Any]] = {}
 
     def __len__(self) -> int:
@@ -112,29 +100,15 @@ class Pending:
     @property
     def totals(self) -> Totals:
         """Sums over all records."""
-        return next(reversed(self.rows.values())).totals if self.rows else _NONE
+        return next(reversed(self.rows.values())).totals if self.rows else NO_RECORDS
 
     def _with(self, row: Row) -> Totals:
-        t, nbytes = self.totals, row.nbytes + row.states * self._state_bytes
-        ids = t.id_bytes + len(row.id.encode())
-        return Totals(t.records + 1, t.tokens + row.tokens, t.states + row.states, ids, t.nbytes + nbytes)
-
-    def specs(self, totals: Totals, *, positions: bool) -> dict[str, ArraySpec]:
-        """Return the arrays of a segment of these sums."""
-        return array_specs(
-            self._contract,
-            tokens=totals.tokens,
-            states=totals.states,
-            records=totals.records,
-            id_bytes=totals.id_bytes,
-            positions=positions,
-        )
+        nbytes = row.nbytes + row.states * self._state_bytes
+        return self.totals.plus(tokens=row.tokens, states=row.states, id_bytes=len(row.id.encode()), nbytes=nbytes)
 
     def has_room(self, row: Row) -> bool:
         """Return whether a record still fits: all arrays together, and each small array into its one chunk."""
-        after = self._with(row)
-        small = (s for s in self.specs(after, positions=True).values() if not is_sharded(s.name))
-        return after.nbytes <= self._segment_bytes and all(s.nbytes <= MAX_CHUNK_BYTES for s in small)
+        return fits(self._dimensions, self._with(row), segment_bytes=self._segment_bytes)
 
     def add(self, row: Row, hidden: Mapping[str, npt.NDArray[Any]]) -> None:
         """Copy states, rounding them to the captures' dtypes, and take the row over."""
@@ -209,37 +183,35 @@ def write_segment(
         Nothing is committed.
     """
     prefix = f"{SEGMENTS}/{writer}-{n}"
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, FileEntry] = {}
     ensure_segments(backend)
 
     def write(key: str, data: Data) -> None:
         backend.write(f"{prefix}/{key}", data)
-        files[key] = {"size": len(data), "checksum": checksum(data)}
+        files[key] = FileEntry(len(data), checksum(data))
 
-    for group in ("hidden", "stats", *(["fields"] if contract.fields else [])):
+    for group in segment_groups(contract.fields):
         write(f"{group}/zarr.json", group_json())
     rows = list(pending.rows.values())
-    specs = pending.specs(pending.totals, positions=any(r.positions is not None for r in rows))
+    specs = pending.totals.specs(Dimensions.of(contract), positions=any(r.positions is not None for r in rows))
     for name, spec in specs.items():
         for key, data in encode_array(pending.join(name), spec, codec=contract.codec, chunk_tokens=chunk_tokens):
             write(f"{name}/{key}", data)
     distinct: dict[bytes, int] = {}
     index = [distinct.setdefault(canonical_json(r.provenance), len(distinct)) for r in rows]
-    attribute = {
-        "spec_version": SPEC_VERSION,
-        "writer": writer,
-        "n": n,
-        "records": len(rows),
-        "ids": [r.id for r in rows],
-        "tokens": [r.tokens for r in rows],
-        "states": [r.states for r in rows],
-        "provenance": [rows[index.index(i)].provenance for i in range(len(distinct))],
-        "provenance_index": index,
-        "source_digests": [r.source_digest for r in rows],
-        "producer": producer,
-        "files": files,
-    }
-    commit = group_json(seal(attribute))
+    members = commit_members(
+        writer=writer,
+        n=n,
+        ids=[r.id for r in rows],
+        tokens=[r.tokens for r in rows],
+        states=[r.states for r in rows],
+        provenance=[rows[index.index(i)].provenance for i in range(len(distinct))],
+        provenance_index=index,
+        source_digests=[r.source_digest for r in rows],
+        producer=producer,
+        files=files,
+    )
+    commit = group_json(seal(members))
     backend.settle(prefix)
     backend.publish(f"{prefix}/zarr.json", commit)
-    return sum(f["size"] for f in files.values())
+    return sum(f.size for f in files.values())
