@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from hsformat.problems import StoreError, problem
 
-__all__ = ["Backend", "CountedSource", "Data", "LocalBackend", "Place", "Source", "backend_for"]
+__all__ = ["Backend", "CountedSource", "Data", "LocalBackend", "Place", "Source", "backend_for", "free_bytes"]
 
 Data = bytes | npt.NDArray[np.uint8]
 """What is written: bytes, or an array of them, which need not be copied."""
@@ -113,6 +114,18 @@ def backend_for(path: Place) -> Backend:
     return LocalBackend(text)
 
 
+def free_bytes(path: Place) -> int | None:
+    """Return the bytes that can be written at a place; None: it is no local folder, or its file system does not say.
+
+    Raises
+    ------
+    StoreError
+        As :func:`backend_for`.
+    """
+    backend = backend_for(path)
+    return backend.free_bytes() if isinstance(backend, LocalBackend) else None
+
+
 class LocalBackend:
     """A folder on a local or mounted disk."""
 
@@ -124,6 +137,14 @@ class LocalBackend:
     def location(self) -> str:
         """The path as given."""
         return self._location
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that this user can write to the file system; None: it does not say."""
+        try:
+            usage = shutil.disk_usage(next(p for p in (self._root, *self._root.parents) if p.exists()))
+        except OSError:
+            return None
+        return usage.free if usage.total else None  # network file systems that count nothing report 0 of 0
 
     def state(self) -> Literal["absent", "empty", "file", "folder"]:
         """Return what is at the path."""
