@@ -206,9 +206,10 @@ CODES: dict[str, CodeInfo] = _table(
     ("HS505", "truncated", _E, "A file is shorter or longer than the commit record says.",
      "A copy or a disk was cut.",
      "Restore the file from a copy, or extract the records again."),
-    ("HS506", "uncommitted", _N, "A segment was begun and never committed.",
-     "Nothing: readers do not see it. It takes space.",
-     "If no writer is running, extract again what is missing; the folder may then be removed."),
+    ("HS506", "uncommitted", _N, "A segment was begun and never committed; an error where it cannot be written.",
+     "Nothing: readers do not see it. It takes space. A disk that is too small stops a run, maybe after hours.",
+     "If no writer is running, extract again what is missing; the folder may then be removed. Free space first if the "
+     "disk is full."),
     ("HS507", "contract-drift", _E, "What would be written follows another contract than the store.",
      "Records of two meanings in one store cannot be told apart.",
      "Write to another store, or use the store's contract."),

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from hsformat.cli.estimate import estimate
 from hsformat.cli.explain import explain
 from hsformat.cli.extract import extract
 from hsformat.cli.info import info
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (extract, validate, info, explain):
+for command in (extract, estimate, validate, info, explain):
     app.command()(command)
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from hsformat.cli.options import Format
 from hsformat.cli.output import echo_problems
-from hsformat.prepare import DryRun, Preparation, Summary, dry_run
+from hsformat.cli.preparing import preparation_progress
+from hsformat.prepare import DryRun, Preparation, dry_run
 from hsformat.problems import Severity
 
 __all__ = ["run_dry"]
@@ -32,7 +30,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def run_dry(preparation: Preparation, tokenizer: Any, rows: int, format: Format) -> NoReturn:
     """Prepare everything, print what came out and end with the exit code of the real run's preparation."""
-    with _progress(rows) as listener:
+    with preparation_progress(rows) as listener:
         result = dry_run(preparation, tokenizer, listener=listener)
     code = int(result.summary.exit_code)
     if format is Format.JSON:
@@ -82,21 +80,3 @@ def _marked(runs: list[tuple[str, bool]], *, colour: bool) -> Text:
             text.append(f" ... ({total - _SHOWN_CHARACTERS:,} more characters)" if total > _SHOWN_CHARACTERS else "")
             break
     return text
-
-
-@contextmanager
-def _progress(rows: int) -> Iterator[Callable[[Summary], None]]:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda summary: None
-        return
-    columns = (TextColumn("prepare"), BarColumn(), TaskProgressColumn(), MofNCompleteColumn(),
-               TextColumn("{task.fields[rate]}"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
-        task, started = bar.add_task("prepare", total=rows, rate=""), time.monotonic()
-
-        def show(summary: Summary) -> None:
-            rate = summary.rows / max(time.monotonic() - started, 1e-9)
-            bar.update(task, completed=summary.rows, rate=f"{rate:,.0f} rows/s")
-
-        yield show

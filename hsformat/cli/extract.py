@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from hsformat.cli.options import Codec, Dtype, Format, Last, parse_options
+from hsformat.cli import options as shared
+from hsformat.cli.options import Codec, Dtype, Format, Last, json_object, parse_options
 from hsformat.cli.output import echo_problems, human_bytes, json_errors
-from hsformat.problems import ResolveError, Severity, StoreError, exit_code
+from hsformat.problems import Problem, ResolveError, Severity, StoreError, exit_code
 
 if TYPE_CHECKING:
-    from hsformat.extraction import Extractor
+    from hsformat.cli.preparing import PreparationOptions
+    from hsformat.extraction import ExtractionReport, Extractor
+    from hsformat.extraction.driver import Listener
     from hsformat.target import TargetDescription
 
 __all__ = ["extract"]
@@ -24,40 +27,30 @@ _MIB = 1024 * 1024
 
 
 def extract(
-    model: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="JSON Lines, Parquet, or the folder of a Hugging Face dataset: rows of messages, of ShareGPT's "
-            "conversations, or of input_ids and loss_mask."
-        ),
-    ],
+    model: Annotated[Path, shared.MODEL],
+    data: Annotated[Path, shared.DATA],
     out: Annotated[str | None, typer.Option(help="Store to write; one begun by the same command is continued.")] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="eagle3 (2, N//2, N-3), or aux depths in the draft's order: 2,15,27.")
-    ] = None,
+    layers: Annotated[str | None, shared.LAYERS] = None,
     engine: Annotated[str, typer.Option(help="Name of an installed extractor.")] = "transformers",
-    last: Annotated[
-        Last, typer.Option(help="Last capture: depth N before the final norm (pre) or after it.")
-    ] = Last.PRE,
-    generate: Annotated[int, typer.Option(help="The target writes the answer, at most so many tokens.", min=0)] = 0,
+    last: Annotated[Last, shared.LAST] = Last.PRE,
+    generate: Annotated[int, shared.GENERATE] = 0,
     temperature: Annotated[float, typer.Option(help="Sample at this temperature; 0: greedy.", min=0)] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Nucleus of sampling.", min=0, max=1)] = None,
     top_k: Annotated[int | None, typer.Option(help="Number of tokens to sample from.", min=1)] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of sampling; required with a temperature.", min=0, max=2**53 - 1)
     ] = None,
-    codec: Annotated[Codec, typer.Option(help="Smaller, or faster to read and write.")] = Codec.COMPACT,
-    dtype: Annotated[Dtype | None, typer.Option(help="Run the target in this dtype; default: its config's.")] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Cut samples to so many tokens; default: the target's.", min=1)
-    ] = None,
+    codec: Annotated[Codec, shared.CODEC] = Codec.COMPACT,
+    dtype: Annotated[Dtype | None, shared.DTYPE] = None,
+    max_length: Annotated[int | None, shared.MAX_LENGTH] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a forward pass, padding included.", min=1)] = 4096,
-    segment_mib: Annotated[int, typer.Option(help="Bound of a segment in memory, MiB.", min=1)] = 256,
-    commit_seconds: Annotated[float, typer.Option(help="Commit a segment at the latest after so long.", min=0)] = 120.0,
-    template_kwargs: Annotated[str, typer.Option(help="Keyword arguments of the chat template, as JSON.")] = "{}",
-    explode_turns: Annotated[  # noqa: FBT002
-        bool, typer.Option("--explode-turns", help="One record an assistant turn, as it is served.")
+    segment_mib: Annotated[int, shared.SEGMENT_MIB] = 4096,
+    commit_seconds: Annotated[float, shared.COMMIT_SECONDS] = 120.0,
+    template_kwargs: Annotated[str, shared.TEMPLATE_KWARGS] = "{}",
+    explode_turns: Annotated[bool, shared.EXPLODE_TURNS] = False,  # noqa: FBT002
+    ignore_disk_space: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--ignore-disk-space", help="Go on where the disk seems too small: it may compress or grow."),
     ] = False,
     dry_run: Annotated[  # noqa: FBT002
         bool, typer.Option("--dry-run", help="Prepare the data and show it; load no engine, write nothing.")
@@ -71,16 +64,14 @@ def extract(
     from hsformat.extraction import ExtractionRequest, extract_to_store, find_extractor, make_contract
     from hsformat.extraction.plan import parse_layers
     from hsformat.extraction.registry import isolated
-    from hsformat.prepare import count_rows, load_tokenizer, prepare
+    from hsformat.prepare import count_rows, load_tokenizer
 
     generation = _generation(generate, temperature, top_p, top_k, seed)
-    kwargs = _json_object("--template-kwargs", template_kwargs)
+    preparation = _preparation(data, generate, max_length, template_kwargs, explode_turns=explode_turns)
     options = parse_options("--option", option or ())
     with json_errors(wanted=format is Format.JSON):
         if dry_run:
-            _dry_run(
-                model, data, layers, max_length, generate, explode_turns=explode_turns, kwargs=kwargs, format=format
-            )
+            _dry_run(model, preparation, layers, format)
         if out is None or layers is None:
             raise typer.BadParameter("required, unless --dry-run is given", param_hint="--layers" if out else "--out")
         extractor = find_extractor(engine)
@@ -106,18 +97,11 @@ def extract(
         if exit_code(problems):
             raise ResolveError(problems)
         echo_problems(problems, err=True)
-        limit = max_length if max_length is not None else described.max_positions
-        samples = prepare(
-            data,
-            load_tokenizer(model),
-            vocab_size=described.model.vocab_size,
-            max_length=limit,
-            for_generation=bool(generate),
-            reserve=generate,
-            explode_turns=explode_turns,
-            template_kwargs=kwargs,
+        samples = preparation.samples(
+            load_tokenizer(model), vocab_size=described.model.vocab_size, max_positions=described.max_positions
         )
-        with extraction_progress(rows, lambda: samples.summary.rows_dropped) as listener, _how_to_go_on(out):
+        with extraction_progress(rows, lambda: samples.summary.rows_dropped) as progress, _how_to_go_on(out):
+            listener = _AtOnce(progress)
             report = extract_to_store(
                 extractor,
                 samples,
@@ -126,44 +110,52 @@ def extract(
                 out=out,
                 segment_bytes=segment_mib * _MIB,
                 commit_seconds=commit_seconds,
+                ignore_disk_space=ignore_disk_space,
                 listener=listener,
             )
-    _finish(report, samples.summary, out, format)
+    _finish(report, samples.summary, out, format, shown=listener.shown)
 
 
-def _dry_run(
-    model: Path,
-    data: Path,
-    layers: str | None,
-    max_length: int | None,
-    generate: int,
-    *,
-    explode_turns: bool,
-    kwargs: dict[str, Any],
-    format: Format,
-) -> NoReturn:
+class _AtOnce:
+    """Passes progress on, and prints the problems that a run begins with when it begins."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self.shown = 0
+
+    def __call__(self, report: ExtractionReport) -> None:
+        if not report.written and len(report.problems) > self.shown:
+            echo_problems(_worth_showing(report.problems[self.shown :]), err=True)
+            self.shown = len(report.problems)
+        self._listener(report)
+
+
+def _preparation(
+    data: Path, generate: int, max_length: int | None, template_kwargs: str, *, explode_turns: bool
+) -> PreparationOptions:
+    from hsformat.cli.preparing import PreparationOptions
+
+    return PreparationOptions(
+        data=data,
+        generate=generate,
+        max_length=max_length,
+        explode_turns=explode_turns,
+        template_kwargs=json_object("--template-kwargs", template_kwargs),
+    )
+
+
+def _dry_run(model: Path, preparation: PreparationOptions, layers: str | None, format: Format) -> NoReturn:
     """Prepare as the real run does, from the target's config and tokenizer alone."""
     from hsformat.cli.dryrun import run_dry
     from hsformat.extraction.plan import parse_layers
-    from hsformat.prepare import count_rows, load_tokenizer, prepare
+    from hsformat.prepare import count_rows, load_tokenizer
     from hsformat.target.config import read_config
 
-    rows, config = count_rows(data), read_config(model)
+    rows, config = count_rows(preparation.data), read_config(model)
     if layers is not None:
         parse_layers(layers, config.values["num_hidden_layers"])
-    positions = config.get("max_position_embeddings")
     tokenizer = load_tokenizer(model)
-    samples = prepare(
-        data,
-        tokenizer,
-        vocab_size=config.values["vocab_size"],
-        max_length=max_length if max_length is not None or type(positions) is not int else positions,
-        for_generation=bool(generate),
-        reserve=generate,
-        explode_turns=explode_turns,
-        template_kwargs=kwargs,
-    )
-    run_dry(samples, tokenizer, rows, format)
+    run_dry(preparation.samples_of_config(tokenizer, config), tokenizer, rows, format)
 
 
 def _describe(
@@ -199,7 +191,11 @@ def _how_to_go_on(out: str) -> Iterator[None]:
         raise
 
 
-def _finish(report: Any, summary: Any, out: str, format: Format) -> None:
+def _worth_showing(problems: Iterable[Problem]) -> Iterator[Problem]:
+    return (p for p in problems if p.severity is not Severity.NOTE)
+
+
+def _finish(report: ExtractionReport, summary: Any, out: str, format: Format, *, shown: int) -> None:
     problems = [*summary.all_problems, *report.problems]
     code = max(report.exit_code, exit_code(problems))
     if format is Format.JSON:
@@ -219,7 +215,7 @@ def _finish(report: Any, summary: Any, out: str, format: Format) -> None:
         }
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
         raise typer.Exit(code)
-    echo_problems((p for p in problems if p.severity is not Severity.NOTE), err=True)
+    echo_problems(_worth_showing([*summary.all_problems, *report.problems[shown:]]), err=True)
     for line in summary.lines():
         typer.echo(line)
     typer.echo(
@@ -263,13 +259,3 @@ def _generation(n: int, temperature: float, top_p: float | None, top_k: int | No
         (first, *_) = e.errors(include_url=False)
         name = str(first["loc"][0]).replace("_", "-")
         raise typer.BadParameter(f"{first['input']!r}: {first['msg']}", param_hint=f"--{name}") from e
-
-
-def _json_object(option: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise typer.BadParameter(f"not JSON: {e}", param_hint=option) from e
-    if not isinstance(value, dict):
-        raise typer.BadParameter("not a JSON object", param_hint=option)
-    return value

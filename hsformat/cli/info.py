@@ -13,7 +13,7 @@ from hsformat.cli.output import echo_problems, human_bytes, json_errors
 from hsformat.contract import Contract
 from hsformat.problems import ResolveError, exit_code
 
-__all__ = ["info"]
+__all__ = ["info", "open_to_describe"]
 
 
 def info(
@@ -22,7 +22,7 @@ def info(
 ) -> None:
     """Show what a store holds: target, records, layout, and each capture with its number in every engine."""
     with json_errors(wanted=format is Format.JSON):
-        opened = _open(store)
+        opened = open_to_describe(store)
         facts = _facts(opened)
     code = exit_code(opened.problems)
     if format is Format.JSON:
@@ -33,7 +33,7 @@ def info(
     raise typer.Exit(code)
 
 
-def _open(path: str) -> Any:
+def open_to_describe(path: str) -> Any:
     """Open a store to describe it: every declared field is understood, and damaged segments are reported."""
     from hsformat.store import open as open_store
     from hsformat.store.metadata import load_contract

@@ -1,13 +1,50 @@
-"""Types and checks of option values. May import nothing of hsformat."""
+"""Options that commands share, their types, and checks of their values. May import nothing of hsformat."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import typer
 
-__all__ = ["Codec", "Dtype", "Format", "Last", "parse_options"]
+__all__ = [
+    "CODEC",
+    "COMMIT_SECONDS",
+    "DATA",
+    "DTYPE",
+    "EXPLODE_TURNS",
+    "GENERATE",
+    "LAST",
+    "LAYERS",
+    "MAX_LENGTH",
+    "MODEL",
+    "SEGMENT_MIB",
+    "TEMPLATE_KWARGS",
+    "Codec",
+    "Dtype",
+    "Format",
+    "Last",
+    "json_object",
+    "parse_options",
+]
+
+MODEL = typer.Option(help="Folder of the target model.")
+DATA = typer.Option(
+    help="JSON Lines, Parquet, or the folder of a Hugging Face dataset: rows of messages, of ShareGPT's conversations, "
+    "or of input_ids and loss_mask."
+)
+LAYERS = typer.Option(help="eagle3 (2, N//2, N-3), or aux depths in the draft's order: 2,15,27.")
+LAST = typer.Option(help="Last capture: depth N before the final norm (pre) or after it.")
+GENERATE = typer.Option(help="The target writes the answer, at most so many tokens.", min=0)
+CODEC = typer.Option(help="Smaller, or faster to read and write.")
+DTYPE = typer.Option(help="Run the target in this dtype; default: its config's.")
+MAX_LENGTH = typer.Option(help="Cut samples to so many tokens; default: the target's.", min=1)
+SEGMENT_MIB = typer.Option(help="Bound of a segment before it is encoded, MiB.", min=1)
+COMMIT_SECONDS = typer.Option(help="Commit a segment at the latest after so long.", min=0)
+TEMPLATE_KWARGS = typer.Option(help="Keyword arguments of the chat template, as JSON.")
+EXPLODE_TURNS = typer.Option("--explode-turns", help="One record an assistant turn, as it is served.")
 
 
 class Format(StrEnum):
@@ -49,3 +86,14 @@ def parse_options(option: str, values: Sequence[str]) -> dict[str, str]:
             raise typer.BadParameter(f"{value!r} is not NAME=VALUE, once a name", param_hint=option)
         out[name] = rest
     return out
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """Return ``{"a": 1}`` as a dictionary; anything but a JSON object ends with exit code 2."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise typer.BadParameter(f"not JSON: {e}", param_hint=option) from e
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object", param_hint=option)
+    return value

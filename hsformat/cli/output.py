@@ -74,10 +74,10 @@ def echo_problems(problems: Iterable[Problem], *, err: bool = False) -> None:
         typer.echo(str(p), err=err)
 
 
-def human_bytes(n: float) -> str:
+def human_bytes(n: float, *, digits: int = 1) -> str:
     """Return a number of bytes in decimal units: ``27.7 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.{digits}f} {unit}"
         n /= 1000
-    return f"{n:.1f} TB"
+    return f"{n:,.{digits}f} TB"

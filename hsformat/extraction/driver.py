@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from hsformat.extraction.drift import contract_drift, duplicates, mixed_generati
 from hsformat.extraction.protocol import ExtractionRequest, Extractor, Rejected
 from hsformat.extraction.quarantine import Quarantine
 from hsformat.extraction.registry import isolated
+from hsformat.extraction.space import check_space
 from hsformat.problems import (
     ContractMismatch,
     ExitCode,
@@ -38,6 +39,7 @@ from hsformat.problems import (
 )
 from hsformat.record import Record, TokenSample
 from hsformat.store import Store, Writer
+from hsformat.store.arrays import Dimensions
 
 __all__ = ["ExtractionReport", "Listener", "extract_to_store"]
 
@@ -86,7 +88,7 @@ class ExtractionReport:
 
 
 class Listener(Protocol):
-    """Told about progress after each sample; see ``hsformat.cli.progress``."""
+    """Told about progress after each sample, and before the first if there are problems; ``hsformat.cli.progress``."""
 
     def __call__(self, report: ExtractionReport) -> None:
         """Show the report as it stands."""
@@ -102,24 +104,31 @@ def extract_to_store(
     out: str | Path,
     segment_bytes: int | None = None,
     commit_seconds: float = COMMIT_SECONDS,
+    ignore_disk_space: bool = False,
     listener: Listener = lambda report: None,
 ) -> ExtractionReport:
     """Extract samples into a store, new or begun before.
 
-    The extractor is loaded here, after the store was opened and a first sample was found that is not in it, and closed
-    at the end. SIGINT or SIGTERM ends the run after what the extractor has in hand and commits; a second one ends it at
-    once, and what was not committed is lost.
+    The extractor is loaded here, after the store was opened, what the missing samples need was compared with the free
+    space of the disk, and a first sample was found that is not in it. It is closed at the end. SIGINT or SIGTERM ends
+    the run after what the extractor has in hand and commits; a second one ends it at once, and what was not committed
+    is lost.
 
     Parameters
     ----------
     samples
-        Consumed as needed. Ids that the store has are skipped.
+        Consumed as needed. Ids that the store has are skipped. To be compared with the free space they are read once
+        more, before; what can be iterated only once (an iterator) is not.
     out
         A new path, or a store of the same contract (the target's name and revision may differ).
     segment_bytes
         Bound of a segment in memory; None: the store's default.
     commit_seconds
         A segment is committed after this time at the latest.
+    ignore_disk_space
+        Go on with a warning where the samples cannot fit by what the file system says is free. It may compress or grow.
+    listener
+        Told about problems of the beginning, and after each sample.
 
     Raises
     ------
@@ -128,11 +137,12 @@ def extract_to_store(
     HsError
         The target cannot be loaded, or its states are not what the request says.
     StoreError
-        The store cannot be opened or written (a full disk); what was committed stays.
+        HS506: the disk is too small, and nothing was loaded or written; or it became full. Others: the store cannot be
+        opened. What was committed stays.
     """
     options: dict[str, Any] = {} if segment_bytes is None else {"segment_bytes": segment_bytes}
     run = _Run(os.fspath(out), contract, request, options)
-    return run(extractor, samples, commit_seconds, listener)
+    return run(extractor, samples, commit_seconds, listener, ignore_disk_space=ignore_disk_space)
 
 
 class _Run:
@@ -169,6 +179,8 @@ class _Run:
         samples: Iterable[TokenSample],
         commit_seconds: float,
         listener: Listener,
+        *,
+        ignore_disk_space: bool,
     ) -> ExtractionReport:
         started = time.monotonic()
 
@@ -177,6 +189,9 @@ class _Run:
             listener(self.report)
 
         with _Stop() as stop:
+            self._check_space(samples, stop, ignore=ignore_disk_space)
+            if self.report.problems:
+                tell()  # before hours go by
             todo = self._not_yet_stored(samples, stop)
             first = next(todo, None)
             if first is not None:
@@ -204,6 +219,20 @@ class _Run:
         self.report.quarantine_path = self.quarantine.close()
         tell()
         return self.report
+
+    def _check_space(self, samples: Iterable[TokenSample], stop: _Stop, *, ignore: bool) -> None:
+        problems = check_space(
+            self.out,
+            Dimensions.of(self.contract),
+            samples,
+            known=() if self.writer is None else self.writer.ids,
+            max_new_tokens=self.request.generation.max_new_tokens or 0,
+            stopping=stop.asked,
+        )
+        errors = [p for p in problems if p.severity is Severity.ERROR]
+        if errors and not ignore:
+            raise StoreError(errors)
+        self.report.problems += [replace(p, severity=Severity.WARNING) if p in errors else p for p in problems]
 
     def _extract(
         self,

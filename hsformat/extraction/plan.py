@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from hsformat.contract import SPEC_VERSION, Capture, Contract, TargetModel
+from hsformat.contract import SPEC_VERSION, Capture, Contract, StateDtype, TargetModel
 from hsformat.layout import Layout, capture_key
 from hsformat.problems import ContractMismatch, Problem, problem
 
-__all__ = ["LastOption", "eagle3_depths", "make_contract", "parse_layers"]
+__all__ = ["LastOption", "eagle3_depths", "make_captures", "make_contract", "parse_layers"]
 
 LastOption = Literal["pre", "post", "none"]
 
@@ -71,6 +71,16 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     return tuple(depths)
 
 
+def make_captures(num_layers: int, aux: Sequence[int], last: LastOption, dtype: StateDtype) -> tuple[Capture, ...]:
+    """Return the captures of an extraction, ascending; the parameters are those of :func:`make_contract`."""
+    keys = {(depth, False) for depth in aux}
+    if last != "none":
+        keys.add((num_layers, last == "post"))
+    return tuple(
+        Capture(depth=depth, norm="final" if normed else "none", dtype=dtype) for depth, normed in sorted(keys)
+    )
+
+
 def make_contract(
     target: TargetModel,
     *,
@@ -89,17 +99,11 @@ def make_contract(
         ``pre``: depth N before the final norm; ``post``: after it; ``none``: no last capture.
     """
     n = target.num_layers
-    keys = {(depth, False) for depth in aux}
-    if last != "none":
-        keys.add((n, last == "post"))
     return Contract(
         spec_version=SPEC_VERSION,
         target=target,
         tokenizer_digest=tokenizer_digest,
-        captures=tuple(
-            Capture(depth=depth, norm="final" if normed else "none", dtype=target.dtype)
-            for depth, normed in sorted(keys)
-        ),
+        captures=make_captures(n, aux, last, target.dtype),
         positions="1d",
         codec=codec,
         fields=(),

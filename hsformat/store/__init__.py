@@ -6,6 +6,7 @@
 ``commit``     the commit record of a segment
 ``array_json`` what the metadata of each array must be, clause by clause
 ``arrays``     which arrays a segment has, and how they are cut into chunks
+``size``       bytes and files before they are written
 ``codec``      the bytes of one chunk            ``shards``  the file of one array
 ``writer``     the writer: validates, and has a thread of its own for all that changes the store
 ``pending``    rows of the segment being written ``building``  the segment itself  ``encoder``  its threads

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.contract import Contract
+from hsformat.contract import Capture, Contract, FieldSpec, StateDtype
 from hsformat.dtypes import numpy_dtype
 from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import ArraySpec, Axis, array_json
 from hsformat.store.codec import MAX_CHUNK_BYTES, Codec, encode_chunk
 from hsformat.store.shards import encode_shard
 
-__all__ = ["array_specs", "check_chunk", "chunk_rows", "encode_array", "metadata"]
+__all__ = [
+    "Dimensions",
+    "array_specs",
+    "check_chunk",
+    "chunk_rows",
+    "encode_array",
+    "metadata",
+    "planned_specs",
+    "segment_groups",
+]
 
 _STATE_BYTES: dict[Codec, int] = {"compact": 1024 * 1024, "fast": 80 * 1024}
 """Most bytes of an inner chunk of states, unless it has few rows: compression gets better up to there; without it, less
@@ -29,16 +39,50 @@ _TOKEN_ROWS = 4096
 """Rows of an inner chunk of what is stored a token beside its states, unless that is more than a MiB."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    """What of a contract decides the arrays of a segment: of a contract, or of a store that is only planned.
+
+    Attributes
+    ----------
+    hidden_size, captures, fields, codec
+        As in :class:`hsformat.contract.Contract`.
+    target_dtype
+        The dtype in which the target runs.
+    """
+
+    hidden_size: int
+    captures: tuple[Capture, ...]
+    fields: tuple[FieldSpec, ...] = ()
+    codec: Codec
+    target_dtype: StateDtype
+
+    @classmethod
+    def of(cls, contract: Contract) -> Dimensions:
+        """Return those of a contract."""
+        return cls(
+            hidden_size=contract.target.hidden_size,
+            captures=contract.captures,
+            fields=contract.fields,
+            codec=contract.codec,
+            target_dtype=contract.target.dtype,
+        )
+
+
 def array_specs(
-    contract: Contract,
-    *,
-    tokens: int,
-    states: int,
-    records: int,
-    id_bytes: int,
-    positions: bool,
+    contract: Contract, *, tokens: int, states: int, records: int, id_bytes: int, positions: bool
 ) -> dict[str, ArraySpec]:
     """Return the arrays of a segment by name; the lengths are sums over its records (docs/spec/1.0.md, section 5)."""
+    dimensions = Dimensions.of(contract)
+    return planned_specs(
+        dimensions, tokens=tokens, states=states, records=records, id_bytes=id_bytes, positions=positions
+    )
+
+
+def planned_specs(
+    dimensions: Dimensions, *, tokens: int, states: int, records: int, id_bytes: int, positions: bool
+) -> dict[str, ArraySpec]:
+    """Return what :func:`array_specs` returns for a contract of these dimensions."""
     r = records
     rows: list[tuple[str, tuple[int, ...], str, Axis]] = [
         ("input_ids", (tokens,), "int32", "token"),
@@ -50,14 +94,19 @@ def array_specs(
     ]
     if positions:
         rows.append(("position_ids", (tokens,), "int64", "token"))
-    rows += [(f"hidden/{c.key}", (states, contract.target.hidden_size), c.dtype, "state") for c in contract.captures]
-    rows += [(f"stats/{c.key}", (r, 2), "float32", "record") for c in contract.captures]
-    for f in contract.fields:
+    rows += [(f"hidden/{c.key}", (states, dimensions.hidden_size), c.dtype, "state") for c in dimensions.captures]
+    rows += [(f"stats/{c.key}", (r, 2), "float32", "record") for c in dimensions.captures]
+    for f in dimensions.fields:
         rows.append((f"fields/{f.name}", (tokens if f.axis == "token" else r, *f.shape), f.dtype, f.axis))
     return {
         name: ArraySpec(name=name, shape=shape, dtype=numpy_dtype(dtype), axis=axis)
         for name, shape, dtype, axis in rows
     }
+
+
+def segment_groups(fields: Collection[FieldSpec]) -> tuple[str, ...]:
+    """Return the names of the groups inside a segment."""
+    return ("hidden", "stats", *(["fields"] if fields else []))
 
 
 def chunk_rows(spec: ArraySpec, codec: Codec, chunk_tokens: int | None = None) -> int:

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.contract import SPEC_VERSION, Contract
+from hsformat.contract import Contract
 from hsformat.digests import canonical_json, checksum
 from hsformat.scan import store_states
 from hsformat.store.array_json import ArraySpec
-from hsformat.store.arrays import chunk_rows, encode_array, metadata
+from hsformat.store.arrays import Dimensions, chunk_rows, encode_array, metadata, segment_groups
 from hsformat.store.backend import Backend, Data
-from hsformat.store.commit import seal
+from hsformat.store.commit import FileEntry, commit_members, seal
 from hsformat.store.encoder import Encoder, Lane
 from hsformat.store.metadata import SEGMENTS, ensure_segments, group_json
 from hsformat.store.pending import Pending, Row
@@ -52,7 +52,7 @@ class Building:
         self._writer, self._n, self._chunk_tokens = writer, n, chunk_tokens
         self.prefix = f"{SEGMENTS}/{writer}-{n}"
         self._lanes: dict[str, Lane] = {}
-        self._files: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, FileEntry] = {}
 
     def add(self, row: Row, hidden: Mapping[str, npt.NDArray[Any]]) -> None:
         """Copy a record's arrays, and hand over the chunks that are full.
@@ -85,7 +85,7 @@ class Building:
         return Lane(self._encoder, ShardWriter(sink, self._contract.codec), shape, spec.dtype)
 
     def _specs(self, *, positions: bool) -> dict[str, ArraySpec]:
-        return self._pending.specs(self._pending.totals, positions=positions)
+        return self._pending.totals.specs(Dimensions.of(self._contract), positions=positions)
 
     def commit(self, producer: Mapping[str, Any] | None, *, replaces: Iterable[str] = ()) -> int:
         """Write what is left, make all of it durable and publish the commit record; return the segment's bytes.
@@ -103,39 +103,39 @@ class Building:
         for lane in self._lanes.values():
             lane.finish()
         self._encoder.wait()
-        groups = ("hidden", "stats", *(["fields"] if contract.fields else []))
         self._encoder.each(
             [
                 *(partial(self._close, specs[name]) for name in self._lanes),
                 *(partial(self._whole, spec) for spec in specs.values() if not spec.sharded),
-                *(partial(self._write, f"{group}/zarr.json", group_json()) for group in groups),
+                *(
+                    partial(self._write, f"{group}/zarr.json", group_json())
+                    for group in segment_groups(contract.fields)
+                ),
             ]
         )
         distinct: dict[bytes, int] = {}
         index = [distinct.setdefault(canonical_json(r.provenance), len(distinct)) for r in rows]
-        attribute = {
-            "spec_version": SPEC_VERSION,
-            "writer": self._writer,
-            "n": self._n,
-            "records": len(rows),
-            "ids": [r.id for r in rows],
-            "tokens": [r.tokens for r in rows],
-            "states": [r.states for r in rows],
-            "provenance": [rows[index.index(i)].provenance for i in range(len(distinct))],
-            "provenance_index": index,
-            "source_digests": [r.source_digest for r in rows],
-            "producer": producer,
-            "replaces": sorted(replaces),
-            "files": dict(sorted(self._files.items())),
-        }
-        record = group_json(seal(attribute))
+        members = commit_members(
+            writer=self._writer,
+            n=self._n,
+            ids=[r.id for r in rows],
+            tokens=[r.tokens for r in rows],
+            states=[r.states for r in rows],
+            provenance=[rows[index.index(i)].provenance for i in range(len(distinct))],
+            provenance_index=index,
+            source_digests=[r.source_digest for r in rows],
+            producer=producer,
+            replaces=replaces,
+            files=self._files,
+        )
+        record = group_json(seal(members))
         self._backend.settle(self.prefix)
         self._backend.publish(f"{self.prefix}/zarr.json", record)
-        return sum(f["size"] for f in self._files.values())
+        return sum(f.size for f in self._files.values())
 
     def _close(self, spec: ArraySpec) -> None:
         size, sum_ = self._lanes[spec.name].shard.finish()
-        self._files[f"{spec.name}/{spec.file}"] = {"size": size, "checksum": sum_}
+        self._files[f"{spec.name}/{spec.file}"] = FileEntry(size, sum_)
         rows = chunk_rows(spec, self._contract.codec, self._chunk_tokens)
         self._write(f"{spec.name}/zarr.json", metadata(spec, codec=self._contract.codec, chunk_rows=rows))
 
@@ -146,7 +146,7 @@ class Building:
 
     def _write(self, key: str, data: Data) -> None:
         self._backend.write(f"{self.prefix}/{key}", data)
-        self._files[key] = {"size": len(data), "checksum": checksum(data)}
+        self._files[key] = FileEntry(len(data), checksum(data))
 
     def abort(self) -> None:
         """Let go of all files; what is there of them is to be discarded."""

@@ -27,7 +27,16 @@ from hsformat.store.arrays import array_specs
 from hsformat.store.backend import Source
 from hsformat.store.metadata import SEGMENTS, hs_attribute, is_segment_name, json_object, segment_names
 
-__all__ = ["CommitRecord", "FileEntry", "Files", "load_commit", "load_commits", "replaced_note", "seal"]
+__all__ = [
+    "CommitRecord",
+    "FileEntry",
+    "Files",
+    "commit_members",
+    "load_commit",
+    "load_commits",
+    "replaced_note",
+    "seal",
+]
 
 _FILE_KEY = re.compile(r"(?!(.*/)?\.{0,2}(/|\Z))[^\0]+\Z", re.DOTALL)
 """No part is empty, ``.`` or ``..``: a commit record never leads out of its segment."""
@@ -182,6 +191,38 @@ class CommitRecord:
             id_bytes=self._id_bytes,
             positions="position_ids/zarr.json" in self.files,
         )
+
+
+def commit_members(
+    *,
+    writer: str,
+    n: int,
+    ids: list[str],
+    tokens: list[int],
+    states: list[int],
+    provenance: list[dict[str, Any]],
+    provenance_index: list[int],
+    source_digests: list[str | None],
+    producer: Mapping[str, Any] | None,
+    files: Mapping[str, FileEntry],
+    replaces: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return a commit record's members as JSON-able data, all but its own checksum, which :func:`seal` adds."""
+    return {
+        "spec_version": SPEC_VERSION,
+        "writer": writer,
+        "n": n,
+        "records": len(ids),
+        "ids": ids,
+        "tokens": tokens,
+        "states": states,
+        "provenance": provenance,
+        "provenance_index": provenance_index,
+        "source_digests": source_digests,
+        "producer": producer,
+        "replaces": sorted(replaces),
+        "files": {key: entry._asdict() for key, entry in sorted(files.items())},
+    }
 
 
 def seal(attribute: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,14 @@ class LocalBackend:
     def location(self) -> str:
         """The path as given."""
         return self._location
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that this user can write to the file system; None: it does not say."""
+        try:
+            usage = shutil.disk_usage(next(p for p in (self._root, *self._root.parents) if p.exists()))
+        except OSError:
+            return None
+        return usage.free if usage.total else None  # network file systems that count nothing report 0 of 0
 
     def state(self) -> Literal["absent", "empty", "file", "folder"]:
         """Return what is at the path."""

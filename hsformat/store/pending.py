@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,24 +13,10 @@ from hsformat.contract import Contract
 from hsformat.dtypes import numpy_dtype
 from hsformat.record import Record
 from hsformat.scan import CaptureStats
-from hsformat.store.array_json import ArraySpec
-from hsformat.store.arrays import array_specs
-from hsformat.store.codec import MAX_CHUNK_BYTES
+from hsformat.store.arrays import Dimensions
+from hsformat.store.size import NO_RECORDS, Totals, fits, state_bytes
 
 __all__ = ["Pending", "Row", "make_row"]
-
-
-class Totals(NamedTuple):
-    """Sums over the records of a segment up to one of them, and with it."""
-
-    records: int = 0
-    tokens: int = 0
-    states: int = 0
-    id_bytes: int = 0
-    nbytes: int = 0
-
-
-_NONE = Totals()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +35,7 @@ class Row:
     positions: npt.NDArray[np.int64] | None
     arrays: dict[str, npt.NDArray[Any]]
     nbytes: int
-    totals: Totals = _NONE
+    totals: Totals = NO_RECORDS
 
 
 def make_row(contract: Contract, record: Record, stats: Mapping[str, CaptureStats]) -> Row:
@@ -93,9 +79,9 @@ class Pending:
 
     def __init__(self, contract: Contract, *, segment_bytes: int) -> None:
         self.rows: dict[str, Row] = {}
-        self._contract, self._segment_bytes = contract, segment_bytes
-        itemsizes = (numpy_dtype(c.dtype).itemsize for c in contract.captures)
-        self._state_bytes = contract.target.hidden_size * sum(itemsizes)
+        self._segment_bytes = segment_bytes
+        self._dimensions = Dimensions.of(contract)
+        self._state_bytes = state_bytes(self._dimensions)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,29 +89,15 @@ class Pending:
     @property
     def totals(self) -> Totals:
         """Sums over all records."""
-        return next(reversed(self.rows.values())).totals if self.rows else _NONE
+        return next(reversed(self.rows.values())).totals if self.rows else NO_RECORDS
 
     def _with(self, row: Row) -> Totals:
-        t, nbytes = self.totals, row.nbytes + row.states * self._state_bytes
-        ids = t.id_bytes + len(row.id.encode())
-        return Totals(t.records + 1, t.tokens + row.tokens, t.states + row.states, ids, t.nbytes + nbytes)
-
-    def specs(self, totals: Totals, *, positions: bool) -> dict[str, ArraySpec]:
-        """Return the arrays of a segment of these sums."""
-        return array_specs(
-            self._contract,
-            tokens=totals.tokens,
-            states=totals.states,
-            records=totals.records,
-            id_bytes=totals.id_bytes,
-            positions=positions,
-        )
+        nbytes = row.nbytes + row.states * self._state_bytes
+        return self.totals.plus(tokens=row.tokens, states=row.states, id_bytes=len(row.id.encode()), nbytes=nbytes)
 
     def has_room(self, row: Row) -> bool:
         """Return whether a record still fits: all arrays together, and each array of one chunk into it."""
-        after = self._with(row)
-        small = (s for s in self.specs(after, positions=True).values() if not s.sharded)
-        return after.nbytes <= self._segment_bytes and all(s.nbytes <= MAX_CHUNK_BYTES for s in small)
+        return fits(self._dimensions, self._with(row), segment_bytes=self._segment_bytes)
 
     def add(self, row: Row) -> None:
         """Take a row over."""

@@ -8,7 +8,7 @@ from hsformat.problems import StoreError, problem
 from hsformat.store.backend import Backend, Place
 from hsformat.store.local import LocalBackend
 
-__all__ = ["backend_for"]
+__all__ = ["backend_for", "free_bytes"]
 
 
 def backend_for(path: Place) -> Backend:
@@ -37,3 +37,15 @@ def backend_for(path: Place) -> Backend:
             )
         )
     return LocalBackend(text)
+
+
+def free_bytes(path: Place) -> int | None:
+    """Return the bytes that can be written at a place; None: it is no local folder, or its file system does not say.
+
+    Raises
+    ------
+    StoreError
+        As :func:`backend_for`.
+    """
+    backend = backend_for(path)
+    return backend.free_bytes() if isinstance(backend, LocalBackend) else None

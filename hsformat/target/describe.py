@@ -20,7 +20,7 @@ from hsformat.target.jsonfiles import corrupt, require_folder
 from hsformat.target.keytensors import KeyTensors, Role, basis_digest, find_key_tensors, shape_problems
 from hsformat.target.tokenizer import chat_template, tokenizer_digest
 
-__all__ = ["MEASURED", "NORM_WEIGHT", "TargetDescription", "UnknownFamily", "describe"]
+__all__ = ["MEASURED", "NORM_WEIGHT", "TargetDescription", "UnknownFamily", "describe", "run_dtype"]
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def describe(
     unmeasured = config.family is None and measured is None
     norm_weight = None if unmeasured else (measured or {}).get(NORM_WEIGHT, True)
     quantization = _quantization(config, problems)
-    run_dtype = _run_dtype(config, dtype, problems)
+    runs_in = run_dtype(config, dtype, problems)
     facts = _facts(config, measured, problems)
     normalised, ropes = normalise(config, problems=problems)
     config_digest = _attempt(lambda: _config_digest(config, normalised), problems)
@@ -143,7 +143,7 @@ def describe(
         num_layers=config.values["num_hidden_layers"],
         hidden_size=config.values["hidden_size"],
         vocab_size=config.values["vocab_size"],
-        dtype=run_dtype,
+        dtype=runs_in,
         quantization=quantization,
         embedding=Embedding(scale=facts["embedding_scale"], tied=config.tied),
         head=Head(
@@ -301,7 +301,8 @@ def _quantization(config: ModelConfig, problems: list[Problem]) -> str | None:
     return None
 
 
-def _run_dtype(config: ModelConfig, dtype: str | None, problems: list[Problem]) -> StateDtype:
+def run_dtype(config: ModelConfig, dtype: str | None, problems: list[Problem]) -> StateDtype:
+    """Return the dtype in which the target runs: as given, or its config's; HS603 is added where that is none."""
     name = config.dtype if dtype is None else dtype
     for known in get_args(StateDtype):
         if name == known:
