@@ -3,7 +3,7 @@
 A :class:`CaptureRow` is about the target: what number means which depth, and which depths there are. A
 :class:`DraftRow` is about the draft: which keys of its folder are read, and what is made of its weights. The tables
 (``vllm``, ``sglang``) and the profiles that a probe writes are made of the same rows. Rows are data: what reads them
-is ``ids`` and ``inspection``. This module imports ``models`` alone.
+is ``ids`` and ``inspection``. This module may import ``models`` and ``layout``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hsformat.layout import Shift
 from hsformat.models import FromList, Frozen
 
-__all__ = ["CaptureRow", "DraftRow", "Evidence", "OptionRule", "Row", "parse_depth"]
+__all__ = ["CaptureRow", "DraftRow", "Evidence", "IdKey", "IdReader", "OptionRule", "Row", "parse_depth"]
 
 Evidence = Literal["ran", "read", "proved"]
 """``ran``: seen by running the engine. ``read``: in its source alone. ``proved``: by the probe, on the version named."""
@@ -122,6 +123,28 @@ class OptionRule(Frozen):
     default: bool
 
 
+class IdKey(Frozen):
+    """A place of layer ids in a draft's config: dots for nesting; ``plus`` is added to each number found there."""
+
+    path: str
+    plus: int
+
+
+class IdReader(Frozen):
+    """A part of an engine that looks for layer ids, of which one runs at a time.
+
+    Attributes
+    ----------
+    name
+        As its people call it; empty: the engine has one.
+    keys
+        Where it looks; the first that is there and not empty counts.
+    """
+
+    name: str
+    keys: Annotated[tuple[IdKey, ...], FromList]
+
+
 class DraftRow(Row):
     """What an engine makes of a draft folder.
 
@@ -131,56 +154,67 @@ class DraftRow(Row):
         ``plain``: config as SafeAILab's and SGLang's (options at the top level or in ``eagle_config``).
         ``speculators``: with ``speculators_model_type`` and ``transformer_layer_config``.
     architectures
-        First entry of ``architectures`` in the draft's config.
-    id_keys
-        Where the layer ids are looked for, dots for nesting; the first that is there and not empty counts.
-    ignored_id_keys
-        Where configs have them, too, and this engine does not look.
-    depth_id_keys
-        Those of ``id_keys`` whose numbers are depth - 1 whatever the target's rule is (``dflash_config``).
-    count_keys
-        Where the number of aux captures that fc takes is looked for: a number, or the length of a list.
-    count_default
-        That number when it is nowhere.
+        First entry of ``architectures`` in the draft's config (of the speculators layout: ``model_type`` of its
+        ``transformer_layer_config``).
+    attention
+        ``llama``: q, k, v and o projections. ``qwen3``: these, and norms of q and k. ``mla``: DeepSeek's latent attention.
+    readers
+        Who looks for layer ids; the first is what runs by default. Where they disagree about a folder, it is ambiguous.
+    count_keys, count_default
+        Where the number of aux captures that ``fc`` takes is looked for (a number, or a list that is counted), and
+        that number when it is nowhere.
     norm_before_residual, norm_before_fc, fc_norm, norm_output
-        The draft's norms (docs/engines.md says what each does).
+        The draft's norms: the residual of the first layer is the normed ``fc`` output; one RMSNorm over the
+        concatenated captures; one RMSNorm a capture; the draft's own output is passed on after its final norm.
+    attention_bias, fc_bias
+        Whether q, k, v and ``fc`` have a bias.
     embedding
         ``own``: the draft's where its folder has one, the target's otherwise. ``target``: always the target's.
-        ``own_if_other_width``: the draft's only where its width differs from the target's.
+        ``own_if_other_width``: the draft's only where ``target_hidden_size`` is stated and differs from its width.
     head
-        ``own``: the draft's where its folder has one, the target's otherwise. ``own_or_random``: the draft's; without
-        one it stays at its random start. ``own_unless_no_draft_vocab``: the draft's if the config has
-        ``draft_vocab_size``, the target's otherwise.
+        ``own``: the draft's where its folder has one, the target's otherwise. ``own_unless_no_draft_vocab``: the
+        target's if ``draft_vocab_size`` is null; otherwise the draft's, left at its random start if there is none.
     tied_head
         What ``tie_word_embeddings: true`` does: ``ignored``, or ``embedding``: the embedding becomes the head.
     full_vocabulary_map
         Whether a folder without reduced vocabulary may hold ``d2t``.
     single_capture_skips_fc
         With one aux capture of the draft's own width ``fc`` is not applied.
+    max_layers
+        Layers of the draft that can be run; null: any number.
     later_layers_norm
         Which norm stands before the attention of the layers after the first.
-    max_layers
-        Layers of the draft that are run; null: as many as its config says.
-    rope_keys
-        Where the rotary embedding is looked for, the first that is there.
+    weight_prefixes, layer_names
+        What may stand before a weight's name, and how the first layer may be called.
+    unknown_weights
+        What happens to a weight of another name: ``dropped`` without a word, or ``refused``.
+    rope_layouts
+        Configs whose rotary embedding it reads: ``rope_theta`` (as Transformers 4 writes), ``rope_parameters`` (5).
+    shift
+        Token, position and target of a training index.
     """
 
     layout: Literal["plain", "speculators"]
     architectures: Annotated[tuple[str, ...], Field(min_length=1), FromList]
-    id_keys: Texts
-    ignored_id_keys: Texts
-    depth_id_keys: Texts
+    attention: Literal["llama", "qwen3", "mla"]
+    readers: Annotated[tuple[IdReader, ...], Field(min_length=1), FromList]
     count_keys: Texts
     count_default: Annotated[int, Field(gt=0)]
     norm_before_residual: OptionRule
     norm_before_fc: OptionRule
     fc_norm: OptionRule
     norm_output: OptionRule
+    attention_bias: OptionRule
+    fc_bias: OptionRule
     embedding: Literal["own", "target", "own_if_other_width"]
-    head: Literal["own", "own_or_random", "own_unless_no_draft_vocab"]
+    head: Literal["own", "own_unless_no_draft_vocab"]
     tied_head: Literal["ignored", "embedding"]
     full_vocabulary_map: bool
     single_capture_skips_fc: bool
-    later_layers_norm: Literal["input_layernorm", "hidden_norm"]
     max_layers: Annotated[int, Field(gt=0)] | None
-    rope_keys: Texts
+    later_layers_norm: Literal["input_layernorm", "hidden_norm"]
+    weight_prefixes: Texts
+    layer_names: Texts
+    unknown_weights: Literal["dropped", "refused"]
+    rope_layouts: Annotated[tuple[Literal["rope_theta", "rope_parameters"], ...], Field(min_length=1), FromList]
+    shift: Shift
