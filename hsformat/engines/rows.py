@@ -16,10 +16,12 @@ from pydantic import Field, model_validator
 from hsformat.layout import Shift
 from hsformat.models import FromList, Frozen
 
-__all__ = ["CaptureRow", "DraftRow", "Evidence", "IdKey", "IdReader", "OptionRule", "Row", "parse_depth"]
+__all__ = [
+    "CaptureRow", "DraftRow", "Evidence", "IdKey", "IdReader", "OptionRule", "Row", "Unsupported", "parse_depth",
+]  # fmt: skip
 
 Evidence = Literal["ran", "read", "proved"]
-"""``ran``: seen by running the engine. ``read``: in its source alone. ``proved``: by the probe, on the version named."""
+"""``ran``: seen by running the engine. ``read``: in its source alone. ``proved``: by the probe, on that version."""
 
 Texts = Annotated[tuple[str, ...], FromList]
 
@@ -113,14 +115,24 @@ class OptionRule(Frozen):
     Attributes
     ----------
     keys
-        Where it is looked for, dots for nesting; the first that is there counts. Empty: the engine has no such option
-        and does what ``default`` says, whatever the config holds.
+        Where it is looked for, dots for nesting. Empty: the engine has no such option and does what ``default`` says,
+        whatever the config holds.
+    combine
+        ``first``: the first that is there counts. ``any``: it is on if one of them is.
     default
         When it is nowhere.
     """
 
     keys: Texts
+    combine: Literal["first", "any"]
     default: bool
+
+
+class Unsupported(Row):
+    """Targets that an engine captures something else of than the residual stream: refused, with the reason."""
+
+    architectures: Annotated[tuple[str, ...], Field(min_length=1), FromList]
+    reason: Annotated[str, Field(min_length=1)]
 
 
 class IdKey(Frozen):
@@ -157,9 +169,9 @@ class DraftRow(Row):
         First entry of ``architectures`` in the draft's config (of the speculators layout: ``model_type`` of its
         ``transformer_layer_config``).
     attention
-        ``llama``: q, k, v and o projections. ``qwen3``: these, and norms of q and k. ``mla``: DeepSeek's latent attention.
+        ``llama``: q, k, v and o projections. ``qwen3``: these, and norms of q and k. ``mla``: latent, as DeepSeek's.
     readers
-        Who looks for layer ids; the first is what runs by default. Where they disagree about a folder, it is ambiguous.
+        Who looks for layer ids; the first is what runs by default. Where they disagree, the folder is ambiguous.
     count_keys, count_default
         Where the number of aux captures that ``fc`` takes is looked for (a number, or a list that is counted), and
         that number when it is nowhere.
@@ -190,6 +202,10 @@ class DraftRow(Row):
         What happens to a weight of another name: ``dropped`` without a word, or ``refused``.
     rope_layouts
         Configs whose rotary embedding it reads: ``rope_theta`` (as Transformers 4 writes), ``rope_parameters`` (5).
+    partial_rotary_keys
+        Where it looks for the share of a head's dimensions that is rotated, dots for nesting.
+    positions
+        Whose ``max_position_embeddings`` bounds the draft's positions: ``draft`` or ``target``.
     shift
         Token, position and target of a training index.
     """
@@ -217,4 +233,6 @@ class DraftRow(Row):
     layer_names: Texts
     unknown_weights: Literal["dropped", "refused"]
     rope_layouts: Annotated[tuple[Literal["rope_theta", "rope_parameters"], ...], Field(min_length=1), FromList]
+    partial_rotary_keys: Texts
+    positions: Literal["draft", "target"]
     shift: Shift

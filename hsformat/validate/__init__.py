@@ -10,15 +10,16 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from hsformat.contract import Contract
-from hsformat.problems import HsError, Problem, problem
+from hsformat.problems import ForeignFileError, HsError, NothingToOpen, Problem, problem
 from hsformat.store.backend import CountedSource, Place, Source, backend_for
 from hsformat.store.commit import CommitRecord, load_commit
 from hsformat.store.metadata import load_contract, segment_names, segments_group_problems
+from hsformat.validate.draft import DraftCheck, check_draft
 from hsformat.validate.report import Level, Report, Tick
 from hsformat.validate.segment import SegmentCheck
 from hsformat.validate.target import check_target
 
-__all__ = ["Level", "Report", "run", "validate_store"]
+__all__ = ["DraftCheck", "Level", "Report", "run", "validate_store"]
 
 SAMPLE_SEGMENTS = 16
 SAMPLE_RECORDS = 4
@@ -30,6 +31,7 @@ def validate_store(
     *,
     level: Level | Literal["metadata", "sample", "full"] = Level.SAMPLE,
     target: str | os.PathLike[str] | None = None,
+    draft: DraftCheck | None = None,
 ) -> list[Problem]:
     """Return every problem of a store; an empty list, or notes and warnings alone, mean that it is valid.
 
@@ -40,6 +42,8 @@ def validate_store(
         ``full``: every checksum, every array, every number.
     target
         Folder of the model that the data has to be of; a folder that is no model is a problem (HS6xx), too.
+    draft
+        A draft that the data has to fit as an engine serves it.
 
     Notes
     -----
@@ -47,7 +51,7 @@ def validate_store(
     read one by one and states in blocks: what memory grows with are ids, of which each must be known once.
     """
     try:
-        return run(path, level=Level(level), target=target).problems
+        return run(path, level=Level(level), target=target, draft=draft).problems
     except HsError as e:
         return e.problems
 
@@ -57,6 +61,7 @@ def run(
     *,
     level: Level,
     target: str | os.PathLike[str] | None = None,
+    draft: DraftCheck | None = None,
     tick: Tick = lambda done, total: None,
 ) -> Report:
     """Validate and return the problems with counts of what was looked at.
@@ -65,6 +70,8 @@ def run(
     ----------
     target
         Folder of the model that the data has to be of (:func:`hsformat.validate.target.check_target`).
+    draft
+        A draft that the data has to fit as an engine serves it (:func:`hsformat.validate.draft.check_draft`).
     tick
         Called with bytes read and bytes to read in all, an estimate until the end, at levels ``sample`` and ``full``.
 
@@ -72,8 +79,8 @@ def run(
     ------
     StoreError
         HS501, HS502, HS504: there is no root that could be read, so that nothing can be checked.
-    ForeignFileError
-        The target's folder cannot be read as a model.
+    NothingToOpen
+        There is no folder of the target.
     """
     place = backend_for(path)
     contract, problems = load_contract(place)
@@ -82,6 +89,7 @@ def run(
     owners: dict[str, str] = {}
     found: list[_Found] = []
     templates: Counter[str | None] = Counter()
+    longest = 0
     for name in segment_names(place):
         commit, problems = load_commit(place, name)
         report.problems += problems
@@ -92,11 +100,19 @@ def run(
         report.problems += _duplicates(place, commit, owners)
         report.segments += 1
         report.records += commit.records
+        longest = max(longest, *commit.tokens)
         templates.update(commit.provenance[i].template_digest for i in commit.provenance_index)
         rows = range(commit.records) if level is Level.FULL else _spread(commit.records, SAMPLE_RECORDS)
         found.append(_Found(name, frozenset(check.unreadable), check.planned(rows, full=level is Level.FULL)))
     if target is not None:
-        report.problems += check_target(contract, templates, target, where=place.location)
+        try:
+            report.problems += check_target(contract, templates, target, where=place.location)
+        except NothingToOpen:
+            raise
+        except ForeignFileError as e:
+            report.problems += e.problems
+    if draft is not None:
+        report.problems += check_draft(contract, draft, target=target, longest=longest, where=place.location)
     if level is not Level.METADATA:
         picked = found if level is Level.FULL else [found[i] for i in _spread(len(found), SAMPLE_SEGMENTS)]
         _content(place, contract, picked, report, tick)
