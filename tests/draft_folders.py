@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-__all__ = ["VD", "H", "V", "d2t_of", "draft_config", "draft_weights", "target_config", "write_draft", "write_target"]
+__all__ = [
+    "IDS",
+    "VD",
+    "H",
+    "V",
+    "d2t_of",
+    "draft_config",
+    "draft_weights",
+    "target_config",
+    "write_draft",
+    "write_target",
+]
 
 H, V, VD, N = 16, 64, 24, 30
 HEADS, HEAD_DIM, INNER = 4, 4, 32

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 from packaging.version import InvalidVersion, Version
@@ -63,20 +64,23 @@ def engine_of(name: str) -> Engine:
 
 
 def parse_version(engine: str, text: str) -> str:
-    """Return a version without its local part (``0.32.0+cpu`` is ``0.32.0``).
+    """Return a version as the rows write it, without its local part: ``0.32.0`` for ``v0.32.0+cpu``.
 
     Raises
     ------
     ResolveError
         HS410: it is no version.
     """
+    known = known_versions(engine)
     try:
-        return Version(text).public
+        version = Version(Version(text).public)
     except InvalidVersion as e:
-        expected = f"a version, as pip shows it; known: {_join(known_versions(engine))}"
+        expected = f"a version, as pip shows it; known: {_join(known)}"
         raise ResolveError(problem("HS410", where=f"{engine}: version", got=repr(text), expected=expected)) from e
+    return next((v for v in known if Version(v) == version), str(version))
 
 
+@cache
 def known_versions(engine: str) -> tuple[str, ...]:
     """Return the versions that some row of an engine names, ascending."""
     rows = (*ENGINES[engine].captures, *ENGINES[engine].drafts)
@@ -138,7 +142,8 @@ def draft_row(
 
 def _proved(engine: str, version: str, profile: EngineProfile | None) -> EngineProfile | None:
     """Return the profile if it is of this engine and version."""
-    return profile if profile and profile.engine == engine and Version(profile.version).public == version else None
+    own = profile is not None and profile.engine == engine and parse_version(engine, profile.version) == version
+    return profile if own else None
 
 
 def _require_version(rows: Sequence[R], engine: str, version: str, profile: EngineProfile | None) -> None:

@@ -81,6 +81,8 @@ def check_weights(
         used.add(name)
         if (wrong := _shape_problem(draft, sizes, weight, name, captures, fed)) is not None:
             problems.append(wrong)
+    # Later layers have both norms as modules and use one of them.
+    used |= {f"layers.{i}.{n}.weight" for i in range(1, sizes.num_layers) for n in ("hidden_norm", "input_layernorm")}
     return problems + list(_unknown(draft, row, used, title))
 
 
