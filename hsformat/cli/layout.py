@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hsformat.cli.options import Format
 from hsformat.cli.output import echo_problems, json_errors
-from hsformat.problems import ExitCode, NothingToOpen, Problem, Severity, exit_code, problem
+from hsformat.problems import ExitCode, Problem, Severity, exit_code
 
 __all__ = ["layout"]
 
@@ -26,11 +25,10 @@ def layout(
     format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
 ) -> None:
     """Show what an engine will really do with a draft: layers in order, norms, vocabulary, weights. Needs no store."""
-    from hsformat.engines.inspection import inspect
+    from hsformat.engines.inspection import inspect, require_paths
 
     with json_errors(wanted=format is Format.JSON):
-        _require(draft, "a draft folder")
-        _require(target, "a model folder")
+        require_paths(engine, draft=draft, target=target, profile=engine_profile)
         found, problems = inspect(engine, draft=draft, target=target, version=engine_version, profile=engine_profile)
         others = _others(engine, draft, target)
     code = exit_code(problems)
@@ -47,12 +45,6 @@ def layout(
     else:
         _print(draft, engine, engine_version, found, others, problems)
     raise typer.Exit(code)
-
-
-def _require(path: str, expected: str) -> None:
-    if not Path(path).exists():
-        fix = "check the path"
-        raise NothingToOpen(problem("HS602", where=path, got="no such path", expected=expected, fix=fix))
 
 
 def _others(engine: str, draft: str, target: str) -> list[dict[str, Any]]:

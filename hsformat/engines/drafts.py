@@ -20,12 +20,15 @@ from hsformat.problems import ForeignFileError, Problem, problem
 from hsformat.target.checkpoint import TensorInfo, read_checkpoint, read_integers
 from hsformat.target.jsonfiles import corrupt, read_object, require_folder
 
-__all__ = ["ABSENT", "Draft", "DraftSizes", "draft_of", "lookup", "read_draft", "read_sizes"]
+__all__ = ["ABSENT", "INNER", "MAX_COUNT", "Draft", "DraftSizes", "draft_of", "lookup", "read_draft", "read_sizes"]
 
 ABSENT: Final = object()
 """What :func:`lookup` gives for a key that is not there; null is a value."""
 
 INNER = "transformer_layer_config"
+
+MAX_COUNT = 1000
+"""Layers of a draft, and captures that it is fed: more is a broken config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,16 +188,23 @@ def read_sizes(draft: Draft, problems: list[Problem]) -> DraftSizes | None:
     before = len(problems)
     decoder, prefix = draft.decoder, draft.decoder_prefix
 
-    def size(key: str, default: int | None = None, config: Mapping[str, Any] = decoder, at: str = prefix) -> int:
+    def size(
+        key: str,
+        default: int | None = None,
+        config: Mapping[str, Any] = decoder,
+        at: str = prefix,
+        most: int = 2**31 - 1,
+    ) -> int:
         value = config.get(key)
         if value is None and default is not None:
             return default
-        if type(value) is not int or not 0 < value < 2**31:
-            problems.append(_field(draft.at(f"{at}{key}"), value, "an integer above 0"))
+        if type(value) is not int or not 0 < value <= most:
+            problems.append(_field(draft.at(f"{at}{key}"), value, f"an integer from 1 to {most}"))
             return 1
         return value
 
-    hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    layers = size("num_hidden_layers", most=MAX_COUNT)
     intermediate = [size("intermediate_size")]
     if decoder.get("intermediate_size_mlp") is not None:
         intermediate.append(size("intermediate_size_mlp"))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from hsformat.engines.custom import PREFIX, CustomLayout, load_custom
-from hsformat.engines.drafts import ABSENT, Draft, lookup, read_draft, read_sizes
+from hsformat.engines.drafts import ABSENT, MAX_COUNT, Draft, lookup, read_draft, read_sizes
 from hsformat.engines.layer_ids import FedDepths, fed_depths
 from hsformat.engines.options import check_layers, read_options
 from hsformat.engines.positions import max_positions, read_ropes
@@ -25,9 +26,9 @@ from hsformat.engines.targets import Target, TargetFacts, target_facts
 from hsformat.engines.vocabulary import read_vocabulary
 from hsformat.engines.weights import check_weights
 from hsformat.layout import AuxInput, ServingLayout
-from hsformat.problems import HsError, Problem, ResolveError, Severity, problem
+from hsformat.problems import HsError, NothingToOpen, Problem, ResolveError, Severity, problem
 
-__all__ = ["Rules", "inspect", "inspect_draft", "resolve", "rules_for"]
+__all__ = ["Rules", "inspect", "inspect_draft", "require_paths", "resolve", "rules_for"]
 
 T = TypeVar("T")
 PathText = str | os.PathLike[str]
@@ -113,6 +114,28 @@ def inspect(
         return None, problems + found
     layout, wrong = inspect_draft(folder, facts, rules)
     return layout, problems + found + wrong
+
+
+def require_paths(engine: str, *, draft: PathText, target: PathText | None, profile: PathText | None = None) -> None:
+    """Refuse paths that a command was given and that do not exist; its exit code is then 2.
+
+    Raises
+    ------
+    NothingToOpen
+        HS602, one problem a path.
+    """
+    named: list[tuple[PathText | None, str]] = [
+        (draft, "a draft folder"), (target, "a model folder"), (profile, "an engine profile"),
+    ]  # fmt: skip
+    if engine.startswith(PREFIX):
+        named.append((engine.removeprefix(PREFIX), "a custom layout"))
+    problems = [
+        problem("HS602", where=str(path), got="no such path", expected=expected, fix="check the path")
+        for path, expected in named
+        if path is not None and not Path(path).exists()
+    ]
+    if problems:
+        raise NothingToOpen(problems)
 
 
 def rules_for(
@@ -218,9 +241,9 @@ def _count(draft: Draft, row: DraftRow, fed: FedDepths, title: str, problems: li
             value = len(value)
         if value is ABSENT or value is None or value == []:
             continue
-        if type(value) is not int or value < 1:
-            where = draft.at(path)
-            problems.append(problem("HS603", where=where, got=repr(value)[:100], expected="an integer above 0"))
+        if type(value) is not int or not 0 < value <= MAX_COUNT:
+            where, expected = draft.at(path), f"an integer from 1 to {MAX_COUNT}"
+            problems.append(problem("HS603", where=where, got=repr(value)[:100], expected=expected))
             continue
         count, source = value, path
         break

@@ -48,7 +48,7 @@ def max_positions(draft: Draft, problems: list[Problem]) -> int | None:
     value = draft.decoder.get("max_position_embeddings")
     if value is None:
         return None
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 0 < value < 2**53:
         where = draft.at(f"{draft.decoder_prefix}max_position_embeddings")
         problems.append(problem("HS603", where=where, got=repr(value)[:100], expected="an integer above 0"))
         return None

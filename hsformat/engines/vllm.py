@@ -88,7 +88,8 @@ CAPTURES = (
 UNSUPPORTED = (
     Unsupported(
         architectures=("KimiK3ForConditionalGeneration",),
-        reason="its last state is not the residual stream after the last layer (vllm PR#50815)",
+        reason="attention residuals keep several streams, and an environment variable says what is captured "
+        "(vllm PR#50815)",
         versions=_LATE,
         source="models/kimi_k3/nvidia/model.py",
         evidence="read",
@@ -117,6 +118,11 @@ _INNER = IdKey(path="transformer_layer_config.eagle_aux_hidden_state_layer_ids",
 def _option(*keys: str, default: bool = False) -> OptionRule:
     return OptionRule(keys=keys, combine="first", default=default)
 
+
+_DRAFT_FILES = (
+    "model_executor/models/llama_eagle3.py, v1/worker/gpu_model_runner.py, v1/worker/gpu/spec_decode/eagle/, "
+    "config/speculative.py"
+)
 
 _PLAIN = DraftRow(
     layout="plain",
@@ -152,15 +158,15 @@ _PLAIN = DraftRow(
     partial_rotary_keys=("rope_parameters.partial_rotary_factor", "partial_rotary_factor"),
     positions="target",
     shift=EAGLE3_SHIFT,
-    source="EAGLE-3 decoding on a CPU (model runner V1, default options); model_executor/models/llama_eagle3.py, "
-    "v1/worker/gpu_model_runner.py, v1/worker/gpu/spec_decode/eagle/, config/speculative.py",
+    source=f"EAGLE-3 decoding on a CPU (model runner V1, default options); V2 and the other options in {_DRAFT_FILES}",
     versions=("0.32.0",),
     evidence="ran",
 )
 
 
 def _draft(row: DraftRow, **facts: object) -> DraftRow:
-    return DraftRow.model_validate({**dict(row), "evidence": "read", **facts})
+    source = _DRAFT_FILES if row.evidence == "ran" else row.source
+    return DraftRow.model_validate({**dict(row), "evidence": "read", "source": source, **facts})
 
 
 _QWEN3 = _draft(

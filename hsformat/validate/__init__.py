@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from hsformat.contract import Contract
+from hsformat.engines.inspection import require_paths
 from hsformat.problems import ForeignFileError, HsError, NothingToOpen, Problem, problem
 from hsformat.store.backend import CountedSource, Place, Source, backend_for
 from hsformat.store.commit import CommitRecord, load_commit
@@ -80,9 +81,11 @@ def run(
     StoreError
         HS501, HS502, HS504: there is no root that could be read, so that nothing can be checked.
     NothingToOpen
-        There is no folder of the target.
+        There is no folder of the target or of the draft.
     """
     place = backend_for(path)
+    if draft is not None:
+        require_paths(draft.engine, draft=draft.draft, target=target, profile=draft.profile_path)
     contract, problems = load_contract(place)
     report = Report(store=place.location, level=level, problems=problems)
     report.problems += segments_group_problems(place)

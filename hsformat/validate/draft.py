@@ -27,6 +27,11 @@ class DraftCheck:
     version: str | None = None
     profile: EngineProfile | str | os.PathLike[str] | None = None
 
+    @property
+    def profile_path(self) -> str | os.PathLike[str] | None:
+        """Where the profile is read from; None: it is given, or there is none."""
+        return self.profile if isinstance(self.profile, (str, os.PathLike)) else None
+
 
 def check_draft(
     contract: Contract,
