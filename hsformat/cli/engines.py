@@ -62,4 +62,4 @@ def _lines(name: str) -> list[str]:
             names = [a for kind, a in kinds if kind == layout]
             if names:
                 lines.append(f"  drafts, {layout} layout: {', '.join(names)}")
-    return [*lines, "  docs/engines.md has every row with its source"]
+    return [*lines, "  --format json has every row with its source"]

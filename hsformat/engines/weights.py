@@ -42,7 +42,8 @@ def find_weight(draft: Draft, row: DraftRow, name: str) -> str | None:
     names = [name]
     if name.startswith(first):
         names = [f"{layer}.{name.removeprefix(first)}" for layer in row.layer_names]
-    there = [f"{prefix}{n}" for n in names for prefix in row.weight_prefixes if f"{prefix}{n}" in (draft.shapes or ())]
+    prefixes = ("",) if name == HEAD else row.weight_prefixes  # the head stands beside the model, not in it
+    there = [f"{prefix}{n}" for n in names for prefix in prefixes if f"{prefix}{n}" in (draft.shapes or ())]
     return there[0] if there else None
 
 
@@ -187,7 +188,7 @@ def _shape_problem(
 
 def _unknown(draft: Draft, row: DraftRow, used: set[str], title: str) -> Iterator[Problem]:
     """Yield the weights that nothing takes: trained ones of a layer are lost, others are reported."""
-    shared = {f"{prefix}{name}" for name in (EMBEDDING, HEAD) for prefix in row.weight_prefixes}
+    shared = {HEAD, *(f"{prefix}{EMBEDDING}" for prefix in row.weight_prefixes)}
     for name in sorted(draft.shapes or ()):
         known = name in used or name in shared or "t2d" in name or "d2t" in name or "rotary_emb" in name
         if known or norm_weight_owner(name) is not None:

@@ -134,6 +134,8 @@ def test_other_names(look):
     prefixed = {(f"model.{k}" if k[0] not in "dt" and "lm_head" not in k else k): v for k, v in draft_weights().items()}
     assert look(SGLANG, weights=prefixed) == []
     assert set(look(VLLM)) == {"HS411"}
+    head = draft_weights().pop("lm_head.weight")
+    assert look(SGLANG, weights=draft_weights(**{"lm_head.weight": None, "model.lm_head.weight": head})) == ["HS411"]
 
 
 def test_a_weight_that_nothing_takes(look):
