@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hsformat import align, engines, target
     from hsformat.compare import compare
     from hsformat.contract import Capture, Contract, Embedding, FieldSpec, FinalNorm, Head, Rope, TargetModel
-    from hsformat.layout import EAGLE3_SHIFT, Layout, Shift
+    from hsformat.layout import EAGLE3_SHIFT, Layout, ServingLayout, Shift
     from hsformat.problems import (
         ContractMismatch,
         ForeignFileError,
@@ -41,7 +41,7 @@ _NAMES = {
     "hsformat.contract": (
         "Capture", "Contract", "Embedding", "FieldSpec", "FinalNorm", "Head", "Rope", "TargetModel",
     ),
-    "hsformat.layout": ("EAGLE3_SHIFT", "Layout", "Shift"),
+    "hsformat.layout": ("EAGLE3_SHIFT", "Layout", "ServingLayout", "Shift"),
     "hsformat.problems": (
         "ContractMismatch", "ForeignFileError", "HsError", "InvalidRecord", "Problem", "ResolveError", "Severity",
         "StoreError",
@@ -71,6 +71,7 @@ __all__ = [
     "Record",
     "ResolveError",
     "Rope",
+    "ServingLayout",
     "Severity",
     "Shift",
     "Store",

@@ -1,7 +1,7 @@
 """The refusals: whether the data means what the other side will do with it.
 
 :func:`compare` returns every disagreement, with both values. It reads no file and guesses nothing. This module may
-import ``problems``, ``contract`` and ``layout``.
+import ``problems``, ``contract``, ``layout`` and ``compare_serving``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hsformat.compare_serving import compare_servings, compare_with_serving, keys_text, moved
 from hsformat.contract import Contract, compatibility_view, differing_fields
-from hsformat.layout import Layout, parse_capture_key
+from hsformat.layout import Layout, ServingLayout, parse_capture_key
 from hsformat.problems import Problem, Severity, problem
 
 __all__ = ["compare"]
@@ -23,15 +24,16 @@ _FIELD_CODES = (
 )
 
 
-def compare(contract: Contract, other: Layout | Contract) -> list[Problem]:
-    """Compare what data holds with what it will be used for.
+def compare(contract: Contract | ServingLayout, other: Layout | ServingLayout | Contract) -> list[Problem]:
+    """Compare what data holds with what it will be used for, or a draft's training with its serving.
 
     Parameters
     ----------
     contract
-        Of the data.
+        Of the data; or a serving layout: what a draft was trained with, compared with another serving layout.
     other
-        A layout: the ordered captures that a draft is fed. A contract: data that must mean the same.
+        A layout: the ordered captures that a draft is fed. A serving layout: what an engine does with a draft
+        (:func:`hsformat.engines.resolve`). A contract: data that must mean the same.
 
     Returns
     -------
@@ -43,10 +45,14 @@ def compare(contract: Contract, other: Layout | Contract) -> list[Problem]:
     TypeError
         ``contract`` is no contract, or ``other`` neither a layout nor a contract.
     """
+    if isinstance(contract, ServingLayout) and isinstance(other, ServingLayout):
+        return compare_servings(contract, other)
     if not isinstance(contract, Contract):
         raise TypeError(f"what is compared is a Contract (store.contract), not {type(contract).__name__}")
     if isinstance(other, Layout):
         return _compare_layout(contract, other)
+    if isinstance(other, ServingLayout):
+        return compare_with_serving(contract, other)
     if isinstance(other, Contract):
         return _compare_contract(contract, other)
     raise TypeError(f"a contract is compared with a Layout or a Contract, not with {type(other).__name__}")
@@ -61,8 +67,8 @@ def _compare_layout(contract: Contract, served: Layout) -> list[Problem]:
             problem(
                 "HS402" if len(own.aux) != len(served.aux) else "HS401",
                 where="layout.aux",
-                got=_list(own.aux),
-                expected=f"{_list(served.aux)}{_moved(own.aux, served.aux)}",
+                got=keys_text(own.aux),
+                expected=f"{keys_text(served.aux)}{moved(own.aux, served.aux)}",
                 fix=_aux_fix(served, absent),
             )
         )
@@ -72,8 +78,8 @@ def _compare_layout(contract: Contract, served: Layout) -> list[Problem]:
                 problem(
                     "HS401",
                     where="layout.aux",
-                    got=_list(own.aux),
-                    expected=_list(served.aux),
+                    got=keys_text(own.aux),
+                    expected=keys_text(served.aux),
                     fix=_aux_fix(served, absent),
                 )
             )
@@ -82,7 +88,7 @@ def _compare_layout(contract: Contract, served: Layout) -> list[Problem]:
         problem(
             "HS109",
             where="captures",
-            got=f"captures {_list(contract.keys)}",
+            got=f"captures {keys_text(contract.keys)}",
             expected=f"{key} among them",
             fix=f"extract again with depth {parse_capture_key(key)[0]}; no other capture can stand in for {key}",
         )
@@ -151,7 +157,7 @@ def _field_code(path: str, *, binds: bool) -> str:
 def _aux_fix(served: Layout, absent: Sequence[str]) -> str:
     if absent:
         return (
-            f"the data lacks {_list(absent)}: extract again with depths {_depths(served)}, or feed the draft the "
+            f"the data lacks {keys_text(absent)}: extract again with depths {_depths(served)}, or feed the draft the "
             "captures that the data was extracted for"
         )
     return (
@@ -160,27 +166,12 @@ def _aux_fix(served: Layout, absent: Sequence[str]) -> str:
     )
 
 
-def _moved(own: Sequence[str], served: Sequence[str]) -> str:
-    """Name the usual causes when the numbers show them: one order or another, all slots moved by the same step."""
-    if sorted(own) == sorted(served):
-        return " (the same captures in another order)"
-    if len(own) == len(served):
-        steps = {parse_capture_key(b)[0] - parse_capture_key(a)[0] for a, b in zip(own, served, strict=True)}
-        if len(steps) == 1:
-            return f" (every slot is shifted by {steps.pop():+d})"
-    return ""
-
-
 def _depths(layout: Layout) -> str:
     return ", ".join(str(parse_capture_key(k)[0]) for k in layout.keys)
 
 
 def _norm(key: str) -> str:
     return "after the final norm" if parse_capture_key(key)[1] else "before the final norm"
-
-
-def _list(keys: Sequence[str]) -> str:
-    return f"[{', '.join(keys)}]"
 
 
 def _short(value: Any) -> str:

@@ -3,7 +3,7 @@
 Frozen models without defaults: a field that decides meaning is given, or the contract is refused. The words are
 those of docs/spec/1.0.md (section 2), which cites these classes; the JSON schema in docs/spec is generated from
 them (``hsformat.spec.v1_0``). This module may import ``problems``, ``digests``,
-``models`` and ``layout``.
+``models``, ``rotary`` and ``layout``.
 
 Examples
 --------
@@ -23,9 +23,10 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hsformat.digests import Digest, canonical_json, digest_json
-from hsformat.layout import Layout, capture_key
+from hsformat.layout import AuxInput, Layout
 from hsformat.models import FromList, Frozen
 from hsformat.problems import Problem, StoreError, problem
+from hsformat.rotary import Rope
 
 __all__ = [
     "SPEC_VERSION",
@@ -47,10 +48,9 @@ SPEC_VERSION: Final = "1.0"
 
 StateDtype = Literal["bfloat16", "float16", "float32"]
 FieldDtype = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"]
-JsonScalar = str | bool | int | float | None
 
 
-class Capture(Frozen):
+class Capture(AuxInput):
     """One stored hidden state.
 
     Attributes
@@ -64,14 +64,7 @@ class Capture(Frozen):
         The element type on disk.
     """
 
-    depth: Annotated[int, Field(ge=0)]
-    norm: Literal["none", "final"]
     dtype: StateDtype
-
-    @property
-    def key(self) -> str:
-        """The name by which a tensor is found: ``d15``, ``d30``, ``d30n``."""
-        return capture_key(self.depth, normed=self.norm == "final")
 
 
 class Embedding(Frozen):
@@ -112,31 +105,6 @@ class FinalNorm(Frozen):
     kind: Literal["rmsnorm", "layernorm"]
     eps: Annotated[float, Field(gt=0)]
     unit_offset: bool
-
-
-class Rope(Frozen):
-    """Rotary position embedding of a set of layers.
-
-    Attributes
-    ----------
-    applies_to
-        ``all``, or the layer type of the target's config (``sliding_attention``; ``no_rope_layers`` of a config that
-        lists layers without RoPE) where types differ.
-    kind
-        ``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3`` as Transformers names them.
-    theta
-        Base of the frequencies.
-    rotary_dim
-        How many of a head's dimensions are rotated.
-    parameters
-        The other parameters of the kind, by the names that Transformers uses.
-    """
-
-    applies_to: str
-    kind: str
-    theta: Annotated[float, Field(gt=0)]
-    rotary_dim: Annotated[int, Field(gt=0)]
-    parameters: dict[str, JsonScalar | list[float]]
 
 
 class TargetModel(Frozen):

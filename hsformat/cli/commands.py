@@ -10,10 +10,12 @@ from typing import Annotated
 
 import typer
 
+from hsformat.cli.engines import engines_app
 from hsformat.cli.estimate import estimate
 from hsformat.cli.explain import explain
 from hsformat.cli.extract import extract
 from hsformat.cli.info import info
+from hsformat.cli.layout import layout
 from hsformat.validate.command import validate
 
 __all__ = ["app"]
@@ -26,8 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (extract, estimate, validate, info, explain):
+for command in (extract, estimate, validate, info, layout, explain):
     app.command()(command)
+app.add_typer(engines_app, name="engines")
 
 
 def _version(shown: bool) -> None:  # noqa: FBT001 - typer's interface

@@ -73,33 +73,34 @@ def _facts(store: Any) -> dict[str, Any]:
 
 def _numbers_of(architecture: str) -> dict[str, str]:
     """Return by engine what its numbers hold for: title and versions, or that they are unknown."""
-    from hsformat.engines import ENGINES, numbering_rule
+    from hsformat.engines import ENGINES, numbering_row
+    from hsformat.engines.words import versions_text
 
     out = {}
-    for engine in ENGINES:
+    for name, engine in ENGINES.items():
         try:
-            rule = numbering_rule(engine, architecture)
+            row = numbering_row(name, architecture)
         except ResolveError:
-            out[engine] = f"{engine}: unknown for {architecture}"
+            out[name] = f"{engine.title}: unknown for {architecture}"
         else:
-            out[engine] = f"{rule.title} {', '.join(rule.versions)}"
+            out[name] = f"{engine.title} {versions_text(name, row.versions)}"
     return out
 
 
 def _capture(contract: Contract, key: str) -> dict[str, Any]:
-    from hsformat.engines import ENGINES, describe_capture, engine_number, numbering_rule
+    from hsformat.engines import ENGINES, describe_capture, engine_number
 
     n, architecture = contract.target.num_layers, contract.target.architecture
     numbers, remarks = {}, []
-    for engine in ENGINES:
+    for name, engine in ENGINES.items():
         try:
-            found, title = engine_number(engine, architecture, n, key), numbering_rule(engine, architecture).title
+            found = engine_number(name, architecture, n, key)
         except ResolveError:
-            numbers[engine] = f"{engine} unknown"
+            numbers[name] = f"{engine.title} unknown"
             continue
-        numbers[engine] = f"{title} {'none' if found.number is None else found.text}"
+        numbers[name] = f"{engine.title} {'none' if found.number is None else found.text}"
         if found.number is None:
-            remarks.append(f"{title} has no number for {key}: {found.text.removeprefix('none: ')}")
+            remarks.append(f"{engine.title} has no number for {key}: {found.text.removeprefix('none: ')}")
     return {
         "key": key,
         "meaning": describe_capture(key, n),

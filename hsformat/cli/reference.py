@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 __all__ = ["CliOption", "cli_commands", "cli_document", "cli_options"]
 
@@ -42,21 +42,32 @@ class CliOption:
 
 
 def cli_commands() -> dict[str, Callable[..., Any]]:
-    """Return the functions of all commands by name, in the order in which help lists them."""
+    """Return the functions of all commands by name, in the order in which help lists them.
+
+    A command below another has both names: ``engines probe``.
+    """
     from hsformat.cli.commands import app
 
-    found = {}
-    for info in app.registered_commands:
-        if info.callback is not None:
-            found[info.name or info.callback.__name__.replace("_", "-")] = info.callback
+    found = _own_commands(app)
+    for group in app.registered_groups:
+        if group.typer_instance is not None and group.name is not None:
+            below = group.typer_instance
+            if below.registered_callback is not None and below.registered_callback.callback is not None:
+                found[group.name] = below.registered_callback.callback
+            found |= {f"{group.name} {name}": command for name, command in _own_commands(below).items()}
     return found
+
+
+def _own_commands(app: Any) -> dict[str, Callable[..., Any]]:
+    return {i.name or i.callback.__name__.replace("_", "-"): i.callback for i in app.registered_commands if i.callback}
 
 
 def cli_options(command: Callable[..., Any]) -> Iterator[CliOption]:
     """Yield the arguments and options of a command."""
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in inspect.signature(command).parameters.items():
-        yield CliOption(name, hints[name], parameter.default)
+        if get_origin(hints[name]) is Annotated:  # the others, a context, are not given on the command line
+            yield CliOption(name, hints[name], parameter.default)
 
 
 def cli_document() -> str:

@@ -1,28 +1,50 @@
-"""What each engine calls a depth, as data and pure functions; no engine is imported.
+"""What each engine does with a target and a draft, as data and pure functions; no engine is imported.
 
-``rules``          the form of a rule
-``transformers``, ``vllm``, ``sglang``   one engine's rules each, with source, versions and evidence
-``numbering``      from a capture to an engine's number and back
+``rows``                       the form of what is known: rows with versions, source and evidence
+``transformers``, ``vllm``, ``sglang``   one engine's rows each
+``table``                      all of them, and finding the row that holds
+``profile``                    rows that a probe proved, as a file
+``custom``                     a layout that somebody states
+``ids``                        from ids to depths and back
+``numbering``                  from one capture to an engine's number and back
+``targets``, ``drafts``        what is read of a target and of a draft folder
+``layer_ids``, ``options``, ``positions``, ``vocabulary``, ``weights``, ``sharing``   one part of a draft each
+``inspection``                 all parts: what an engine will do with a draft
+``emission``                   the config keys that make an engine do what is asked
+``words``                      layouts in plain words, and the tables as a document
 """
 
 from __future__ import annotations
 
+from hsformat.engines.emission import DraftConfig, emit, emit_for
+from hsformat.engines.inspection import inspect, resolve
 from hsformat.engines.numbering import (
-    ENGINES,
     EngineNumber,
     capture_of,
     describe_capture,
     engine_number,
-    numbering_rule,
+    numbering_row,
 )
-from hsformat.engines.rules import NumberingRule
+from hsformat.engines.profile import EngineProfile, load_profile, save_profile
+from hsformat.engines.rows import CaptureRow, DraftRow
+from hsformat.engines.table import ENGINES, known_versions
 
 __all__ = [
     "ENGINES",
+    "CaptureRow",
+    "DraftConfig",
+    "DraftRow",
     "EngineNumber",
-    "NumberingRule",
+    "EngineProfile",
     "capture_of",
     "describe_capture",
+    "emit",
+    "emit_for",
     "engine_number",
-    "numbering_rule",
+    "inspect",
+    "known_versions",
+    "load_profile",
+    "numbering_row",
+    "resolve",
+    "save_profile",
 ]

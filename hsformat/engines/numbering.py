@@ -1,5 +1,8 @@
 """From a capture to an engine's own number and back. Engines' numbers exist here and nowhere else inside hsformat.
 
+Where no version is named, the row of the newest version that is known for the architecture is used; whoever shows the
+number shows the versions with it (``numbering_row``).
+
 >>> engine_number("transformers", "LlamaForCausalLM", 30, "d15").text
 'hidden_states[15]'
 >>> engine_number("sglang", "LlamaForCausalLM", 30, "d15").text
@@ -12,21 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hsformat.engines import sglang, transformers, vllm
-from hsformat.engines.rules import NumberingRule
+from packaging.version import Version
+
+from hsformat.engines.rows import CaptureRow, parse_depth
+from hsformat.engines.table import capture_row, engine_of
 from hsformat.layout import capture_key, parse_capture_key
 from hsformat.problems import Problem, ResolveError, problem
 
-__all__ = ["ENGINES", "EngineNumber", "capture_of", "describe_capture", "engine_number", "numbering_rule"]
-
-_RULES: dict[str, tuple[NumberingRule, ...]] = {
-    "transformers": transformers.RULES,
-    "vllm": vllm.RULES,
-    "sglang": sglang.RULES,
-}
-
-ENGINES = tuple(_RULES)
-"""The engines that are known, in the order in which they are shown."""
+__all__ = ["EngineNumber", "capture_of", "describe_capture", "engine_number", "numbering_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +41,29 @@ class EngineNumber:
     text: str
 
 
-def numbering_rule(engine: str, architecture: str) -> NumberingRule:
-    """Return the rule by which ``engine`` numbers the captures of ``architecture``.
+def numbering_row(engine: str, architecture: str, version: str | None = None) -> CaptureRow:
+    """Return the row by which ``engine`` numbers the captures of ``architecture``.
 
     Raises
     ------
     ResolveError
         HS410: the engine or the architecture is not known; the problem lists what is.
     """
-    if engine not in _RULES:
-        raise ResolveError(
-            problem(
-                "HS410", where="engine", got=engine, expected=f"one of {', '.join(ENGINES)}",
-                fix="name an engine that is listed",
-            )
-        )  # fmt: skip
-    for rule in _RULES[engine]:
-        if architecture in rule.architectures:
-            return rule
-    known = sorted(a for rule in _RULES[engine] for a in rule.architectures)
+    if version is not None:
+        return capture_row(engine, version, architecture)
+    rows = engine_of(engine).captures
+    own = [row for row in rows if architecture in row.architectures]
+    if own:
+        return max(own, key=lambda row: max(Version(v) for v in row.versions))
+    known = sorted({a for row in rows for a in row.architectures})
     raise ResolveError(
         problem("HS410", where=f"{engine}: architecture", got=architecture, expected=f"one of {', '.join(known)}")
     )
 
 
-def engine_number(engine: str, architecture: str, num_layers: int, key: str) -> EngineNumber:
+def engine_number(
+    engine: str, architecture: str, num_layers: int, key: str, version: str | None = None
+) -> EngineNumber:
     """Return what ``engine`` calls the capture ``key`` of a target of this architecture and number of layers.
 
     Raises
@@ -77,16 +71,16 @@ def engine_number(engine: str, architecture: str, num_layers: int, key: str) -> 
     ResolveError
         HS410: engine or architecture unknown. HS304: the target has no such capture.
     """
-    rule = numbering_rule(engine, architecture)
+    row = numbering_row(engine, architecture, version)
     depth, normed = _parse(key, num_layers)
-    reason = _why_none(rule, depth, num_layers, normed=normed)
+    reason = _why_none(row, depth, num_layers, normed=normed)
     if reason is not None:
         return EngineNumber(number=None, text=f"none: {reason}")
-    number = depth - rule.shift
-    return EngineNumber(number=number, text=rule.text.format(number))
+    number = depth - row.shift
+    return EngineNumber(number=number, text=_text(engine, number))
 
 
-def capture_of(engine: str, architecture: str, num_layers: int, number: int) -> str:
+def capture_of(engine: str, architecture: str, num_layers: int, number: int, version: str | None = None) -> str:
     """Return the key of the capture that ``engine`` calls ``number``: the inverse of :func:`engine_number`.
 
     Raises
@@ -94,18 +88,18 @@ def capture_of(engine: str, architecture: str, num_layers: int, number: int) -> 
     ResolveError
         HS410: engine or architecture unknown. HS304: the engine has no such number for this target.
     """
-    rule = numbering_rule(engine, architecture)
-    low, high = rule.first_depth - rule.shift, num_layers - rule.shift - (rule.at_last == "absent")
-    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-        raise ResolveError(
-            problem(
-                "HS304", where=f"{engine}: {rule.text.format(number)}", got=number,
-                expected=f"a number from {low} to {high} for {num_layers} layers",
-                fix="use a number that exists: an engine drops another one or repeats a layer in its place",
-            )
-        )  # fmt: skip
-    depth = number + rule.shift
-    return capture_key(depth, normed=depth == num_layers and rule.at_last == "final")
+    row = numbering_row(engine, architecture, version)
+    low, high = row.lowest - row.shift, parse_depth(row.deepest, num_layers) - row.shift
+    exact = not isinstance(number, bool) and isinstance(number, int) and low <= number <= high
+    if row.rule != "shift" or not exact:
+        expected = f"a number from {low} to {high} for {num_layers} layers"
+        fix = "use a number that exists: an engine drops another one or repeats a layer in its place"
+        if row.rule != "shift":
+            expected, fix = "a list of ids: what one means depends on the others", "see hsformat.engines.ids.depths_of"
+        where = f"{engine}: {_text(engine, number)}"
+        raise ResolveError(problem("HS304", where=where, got=number, expected=expected, fix=fix))
+    depth = number + row.shift
+    return capture_key(depth, normed=depth == num_layers and row.norm == "final")
 
 
 def describe_capture(key: str, num_layers: int) -> str:
@@ -130,12 +124,21 @@ def describe_capture(key: str, num_layers: int) -> str:
     return residual + ", before the final norm" if depth == num_layers else residual
 
 
-def _why_none(rule: NumberingRule, depth: int, num_layers: int, *, normed: bool) -> str | None:
-    if depth < rule.first_depth:
-        return rule.reasons["first"]
-    if normed:
-        return None if rule.at_last == "final" else rule.reasons["last_normed"]
-    return rule.reasons["last"] if depth == num_layers and rule.at_last != "none" else None
+def _text(engine: str, number: int) -> str:
+    return f"hidden_states[{number}]" if engine == "transformers" else f"id {number}"
+
+
+def _why_none(row: CaptureRow, depth: int, num_layers: int, *, normed: bool) -> str | None:
+    if row.rule != "shift":
+        return "what an id means depends on the others in its list"
+    deepest = parse_depth(row.deepest, num_layers)
+    if not row.lowest <= depth <= deepest:
+        return f"depths {row.lowest} to {deepest} are captured"
+    if normed and row.norm == "none":
+        return "what is captured is before the final norm"
+    if depth == num_layers and not normed and row.norm == "final":
+        return "it is the input of the final norm module; the last entry is after that norm"
+    return None
 
 
 def _parse(key: str, num_layers: int) -> tuple[int, bool]:

@@ -1,38 +1,234 @@
-"""SGLang: the ids of ``eagle_config.eagle_aux_hidden_state_layer_ids`` and ``return_aux_hidden_state_layer_ids``."""
+"""SGLang: what is known of it, as rows.
+
+Files are those under ``sglang/srt``. Every release from 0.5.8 to 0.5.23 was read. Layer ids stand in
+``eagle_config.eagle_aux_hidden_state_layer_ids`` alone (``model_executor/model_runner.py``, from 0.5.17 on
+``model_executor/model_runner_components/spec_aux_hidden_state.py``); ids at the top level are ignored without a word.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, OptionRule, Unsupported
+from hsformat.layout import EAGLE3_SHIFT
 
-from hsformat.engines.rules import LLAMA_RULE, NumberingRule
+__all__ = ["CAPTURES", "DRAFTS", "TITLE", "UNSUPPORTED"]
 
-__all__ = ["RULES"]
+TITLE = "SGLang"
 
-_LLAMA = NumberingRule(
-    engine="sglang",
-    title="SGLang",
-    architectures=LLAMA_RULE[:1],
+_RELEASES = (
+    "0.5.8", "0.5.8.post1", "0.5.9", "0.5.10", "0.5.10.post1", "0.5.11", "0.5.12", "0.5.12.post1", "0.5.13",
+    "0.5.13.post1", "0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21",
+    "0.5.22", "0.5.23",
+)  # fmt: skip
+
+
+def _releases(first: str, last: str = "0.5.23") -> tuple[str, ...]:
+    return _RELEASES[_RELEASES.index(first) : _RELEASES.index(last) + 1]
+
+
+_LLAMA = CaptureRow(
+    architectures=("LlamaForCausalLM",),
+    rule="shift",
     shift=1,
-    first_depth=1,
-    at_last="absent",
-    text="id {}",
-    reasons={
-        "first": "ids start at 0, which is the depth after the first layer",
-        "last": "the id that it would have kills the engine at the first forward pass; it is output [1] of the "
-        "final norm module",
-        "last_normed": "no aux id; it is the hidden argument of the logits processor",
-    },
-    source="ids 0, 1, 5, 14, 28 and 29 of SmolLM2-135M (30 layers), compared with Transformers in float32 on a CPU",
+    lowest=1,
+    deepest="N-1",
+    default=("2", "N//2", "N-3"),
+    order="ascending",
+    duplicates="once",
+    norm="none",
+    source="ids 0, 1, 5, 14, 28 and 29 of SmolLM2-135M (30 layers), compared with Transformers in float32 on a CPU; id "
+    "29 kills the engine at the first forward pass",
     versions=("0.5.23",),
     evidence="ran",
 )
 
-RULES = (
+
+def _read(architectures: tuple[str, ...], versions: tuple[str, ...], source: str, **facts: object) -> CaptureRow:
+    known = {"architectures": architectures, "versions": versions, "source": source, "evidence": "read"}
+    return CaptureRow.model_validate({**dict(_LLAMA), **known, **facts})
+
+
+_FURTHER = {
+    "models/llama.py": ("0.5.8", ("Phi3ForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM")),
+    "models/mistral.py": ("0.5.8", ("MistralForCausalLM",)),
+    "models/qwen2.py": ("0.5.8", ("Qwen2ForCausalLM",)),
+    "models/qwen3.py": ("0.5.8", ("Qwen3ForCausalLM",)),
+    "models/qwen2_moe.py": ("0.5.8", ("Qwen2MoeForCausalLM",)),
+    "models/qwen3_moe.py": ("0.5.8", ("Qwen3MoeForCausalLM",)),
+    "models/qwen3_next.py": ("0.5.9", ("Qwen3NextForCausalLM",)),
+    "models/qwen2_5_vl.py": ("0.5.8", ("Qwen2_5_VLForConditionalGeneration",)),
+    "models/qwen3_vl.py": ("0.5.11", ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")),
+    "models/qwen3_5_text.py": ("0.5.22", ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")),
+    "models/mllama4.py, models/llama4.py": ("0.5.8", ("Llama4ForConditionalGeneration",)),
+    "models/apertus.py": ("0.5.8", ("ApertusForCausalLM",)),
+    "models/glm4_moe.py": ("0.5.8", ("Glm4MoeForCausalLM",)),
+    "models/minimax_m2.py": ("0.5.8", ("MiniMaxM2ForCausalLM",)),
+    "models/longcat_flash.py": ("0.5.8", ("LongcatFlashForCausalLM",)),
+    "models/bailing_moe.py": (
+        "0.5.9",
+        ("BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+    ),
+    "models/exaone_moe.py": ("0.5.9", ("ExaoneMoEForCausalLM",)),
+}
+"""Files, the first release that captures there, and architectures: id k is the state before layer k + 1."""
+
+_DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
+_DSA = ("GlmMoeDsaForCausalLM",)
+_KIMI = ("KimiK25ForConditionalGeneration",)
+_LITE = ("Glm4MoeLiteForCausalLM",)
+_DEEPSEEK_FILE = "models/deepseek_v2.py"
+_AS_FIRST_ID = {"rule": "shift_if_first_is_one"}
+
+CAPTURES = (
     _LLAMA,
-    replace(
-        _LLAMA,
-        architectures=LLAMA_RULE[1:],
-        source="the model files of Qwen2 and Qwen3 capture as Llama's does",
+    _read(("LlamaForCausalLM",), _releases("0.5.8", "0.5.22"), "models/llama.py"),
+    *(_read(names, _releases(first), file) for file, (first, names) in _FURTHER.items()),
+    _read(("ExaoneMoeForCausalLM",), _releases("0.5.22"), "models/exaone_moe.py"),
+    _read(_DEEPSEEK, _releases("0.5.8", "0.5.12.post1"), _DEEPSEEK_FILE),
+    _read(_DSA, _releases("0.5.9", "0.5.12.post1"), f"models/glm4_moe.py, {_DEEPSEEK_FILE}"),
+    _read(_DSA, _releases("0.5.13"), f"models/glm4_moe.py, {_DEEPSEEK_FILE} (sglang PR#25454)", **_AS_FIRST_ID),
+    _read(
+        _DEEPSEEK,
+        _releases("0.5.13"),
+        f"{_DEEPSEEK_FILE}: one is added if the first id is 1, otherwise not (sglang PR#25454)",
+        **_AS_FIRST_ID,
+    ),
+    _read(_KIMI, _releases("0.5.10", "0.5.12.post1"), f"models/kimi_k25.py, {_DEEPSEEK_FILE}"),
+    _read(_KIMI, _releases("0.5.13"), f"models/kimi_k25.py, {_DEEPSEEK_FILE} (sglang PR#25454)", **_AS_FIRST_ID),
+    _read(_LITE, _releases("0.5.13"), "models/glm4_moe_lite.py (sglang PR#25454)", **_AS_FIRST_ID),
+    _read(("GptOssForCausalLM",), _releases("0.5.8", "0.5.16"), "models/gpt_oss.py"),
+    _read(
+        ("GptOssForCausalLM",),
+        _releases("0.5.17"),
+        "models/gpt_oss.py: nothing is added if the largest id is N (sglang PR#32334)",
+        rule="shift_unless_max_is_n",
+        deepest="N",
+    ),
+    _read(
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        _releases("0.5.12", "0.5.16"),
+        "models/gemma3_causal.py, models/gemma3_mm.py",
+        deepest="N",
+    ),
+    _read(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        _releases("0.5.12"),
+        "models/gemma4_causal.py, models/gemma4_mm.py",
+        deepest="N",
+    ),
+    _read(("MiniMaxM3SparseForCausalLM",), _releases("0.5.16", "0.5.22"), "models/minimax_m3.py"),
+    _read(("MiniMaxM3SparseForCausalLM",), _releases("0.5.23"), "models/minimax_m3.py", deepest="N"),
+    _read(
+        ("MiniMaxM3SparseForConditionalGeneration",),
+        _releases("0.5.18", "0.5.22"),
+        "models/minimax_m3_vl.py: one is added to the default, too",
+        default=("3", "N//2+1", "N-2"),
+    ),
+    _read(
+        ("MiniMaxM3SparseForConditionalGeneration",),
+        _releases("0.5.23"),
+        "models/minimax_m3_vl.py: one is added to the default, too",
+        default=("3", "N//2+1", "N-2"),
+        deepest="N",
+    ),
+)
+
+UNSUPPORTED = (
+    Unsupported(
+        architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        reason="what it captures is the output of a layer's MLP without the residual",
+        versions=_releases("0.5.17"),
+        source="models/gemma3_causal.py: layers return hidden states and residual apart, the first alone is captured",
         evidence="read",
     ),
+    Unsupported(
+        architectures=("Glm5NextForConditionalGeneration",),
+        reason="hyper-connections keep several residual streams",
+        versions=_releases("0.5.20"),
+        source="models/glm5_next.py",
+        evidence="read",
+    ),
+)
+
+
+def _option(*keys: str, combine: str = "first") -> OptionRule:
+    return OptionRule.model_validate({"keys": keys, "combine": combine, "default": False})
+
+
+_PLAIN = DraftRow(
+    layout="plain",
+    architectures=("LlamaForCausalLMEagle3",),
+    attention="llama",
+    readers=(IdReader(name="", keys=(IdKey(path="eagle_config.eagle_aux_hidden_state_layer_ids", plus=0),)),),
+    count_keys=("num_aux_hidden_states", "eagle_config.eagle_aux_hidden_state_layer_ids"),
+    count_default=3,
+    norm_before_residual=_option(),
+    norm_before_fc=_option("eagle_config.norm_before_fc", "norm_before_fc"),
+    fc_norm=_option("fc_norm", "use_aux_norm", combine="any"),
+    norm_output=_option("norm_output"),
+    attention_bias=_option(),
+    fc_bias=_option("bias"),
+    embedding="own_if_other_width",
+    head="own_unless_no_draft_vocab",
+    tied_head="embedding",
+    full_vocabulary_map=True,
+    single_capture_skips_fc=True,
+    max_layers=None,
+    later_layers_norm="hidden_norm",
+    weight_prefixes=("", "model."),
+    layer_names=("midlayer", "layers.0"),
+    unknown_weights="dropped",
+    rope_layouts=("rope_theta", "rope_parameters"),
+    partial_rotary_keys=("partial_rotary_factor",),
+    positions="draft",
+    shift=EAGLE3_SHIFT,
+    source="EAGLE-3 decoding on a CPU (default options); models/llama_eagle3.py, speculative/eagle_worker_v2.py",
+    versions=("0.5.23",),
+    evidence="ran",
+)
+
+
+def _draft(row: DraftRow, versions: tuple[str, ...], **facts: object) -> DraftRow:
+    known = {"evidence": "read", "versions": versions, "source": "models/llama_eagle3.py"}
+    return DraftRow.model_validate({**dict(row), **known, **facts})
+
+
+_NEVER = _option()
+_NO_NORM_BEFORE_FC = _draft(_PLAIN, _releases("0.5.12", "0.5.16"), norm_before_fc=_NEVER)
+_THREE_CAPTURES = _draft(
+    _PLAIN,
+    _releases("0.5.10", "0.5.11"),
+    source="models/llama_eagle3.py: fc takes 3 captures; one layer, named midlayer; another name is dropped",
+    count_keys=(),
+    norm_before_fc=_NEVER,
+    fc_norm=_NEVER,
+    norm_output=_NEVER,
+    max_layers=1,
+    layer_names=("midlayer",),
+)
+_MLA = _draft(
+    _PLAIN,
+    _releases("0.5.13"),
+    source="models/kimi_k25_eagle3.py",
+    architectures=("Eagle3DeepseekV2ForCausalLM",),
+    attention="mla",
+    count_keys=("eagle_config.eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+    norm_before_fc=_NEVER,
+    embedding="own_if_other_width",
+    weight_prefixes=("",),
+    max_layers=1,
+)
+
+DRAFTS = (
+    _PLAIN,
+    _draft(_PLAIN, _releases("0.5.17", "0.5.22")),
+    _NO_NORM_BEFORE_FC,
+    _THREE_CAPTURES,
+    _draft(
+        _THREE_CAPTURES,
+        _releases("0.5.8", "0.5.9"),
+        source=f"{_THREE_CAPTURES.source}; Transformers 4.57",
+        rope_layouts=("rope_theta",),
+    ),
+    _MLA,
+    _draft(_MLA, _releases("0.5.12", "0.5.12.post1"), source=_MLA.source, fc_norm=_NEVER, norm_output=_NEVER),
 )

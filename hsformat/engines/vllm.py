@@ -1,24 +1,242 @@
-"""vLLM: the ids of ``eagle_aux_hidden_state_layer_ids``."""
+"""vLLM: what is known of it, as rows.
+
+Files are those of the vLLM package. Two parts of it look for layer ids: ``v1/worker/gpu_model_runner.py`` (model runner
+V1, which the CPU build runs) and ``v1/worker/gpu/spec_decode/eagle/eagle3_utils.py`` (V2, the default on GPUs from
+0.32.0 at the latest; in 0.24.0 for six architectures). V2 does not look into
+``eagle_config.eagle_aux_hidden_state_layer_ids``: a folder that has its ids there alone is served the default layers.
+"""
 
 from __future__ import annotations
 
-from hsformat.engines.rules import LLAMA_RULE, NumberingRule
+from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, OptionRule, Unsupported
+from hsformat.layout import EAGLE3_SHIFT
 
-__all__ = ["RULES"]
+__all__ = ["CAPTURES", "DRAFTS", "TITLE", "UNSUPPORTED"]
 
-RULES = (
-    NumberingRule(
-        engine="vllm",
-        title="vLLM",
-        architectures=LLAMA_RULE,
-        shift=0,
-        first_depth=0,
-        at_last="none",
-        text="id {}",
-        reasons={"last_normed": "the states that it captures are before the final norm"},
-        source="ids 0, 1, 2, 15, 27, 29 and 30 of SmolLM2-135M (30 layers) and tiny Qwen2 and Qwen3, compared with "
-        "Transformers in float32 on a CPU: relative error 0 to 2e-6",
-        versions=("0.32.0",),
-        evidence="ran",
+TITLE = "vLLM"
+
+_READ = ("0.24.0", "0.32.0", "0.33.0")
+_LATE = ("0.32.0", "0.33.0")
+_MIXIN = "model_executor/models/interfaces.py (EagleModelMixin, SupportsEagle3)"
+
+_LLAMA = CaptureRow(
+    architectures=("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    rule="shift",
+    shift=0,
+    lowest=0,
+    deepest="N",
+    default=("2", "N//2", "N-3"),
+    order="ascending",
+    duplicates="once",
+    norm="none",
+    source="ids 0, 1, 2, 15, 27, 29 and 30 of SmolLM2-135M (30 layers) and tiny Qwen2 and Qwen3, compared with "
+    "Transformers in float32 on a CPU: relative error 0 to 2e-6",
+    versions=("0.32.0",),
+    evidence="ran",
+)
+
+_FURTHER = {
+    "llama.py": ("InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
+    "mistral.py": ("MistralForCausalLM", "Ministral3ForCausalLM"),
+    "phi3.py": ("Phi3ForCausalLM",),
+    "qwen3_moe.py": ("Qwen3MoeForCausalLM",),
+    "qwen3_next.py": ("Qwen3NextForCausalLM",),
+    "qwen2_5_vl.py": ("Qwen2_5_VLForConditionalGeneration",),
+    "qwen3_vl.py, qwen3_vl_moe.py": ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_5.py": ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+    "gpt_oss.py": ("GptOssForCausalLM",),
+    "mllama4.py, llama4.py": ("Llama4ForConditionalGeneration",),
+    "minimax_m2.py": ("MiniMaxM2ForCausalLM",),
+    "apertus.py": ("ApertusForCausalLM",),
+    "gemma4.py, gemma4_mm.py": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+}
+"""Files under model_executor/models whose loop captures id 0 before the first layer and id i + 1 after layer i."""
+
+
+def _read(row: CaptureRow, architectures: tuple[str, ...], versions: tuple[str, ...], source: str) -> CaptureRow:
+    facts = {"architectures": architectures, "versions": versions, "source": source, "evidence": "read"}
+    return CaptureRow.model_validate({**dict(row), **facts})
+
+
+_DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+_DSA = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+_BEFORE_EACH = CaptureRow.model_validate({**dict(_LLAMA), "lowest": 1, "deepest": "N-1"})
+_AND_AFTER_LAST = CaptureRow.model_validate({**dict(_LLAMA), "lowest": 1})
+
+CAPTURES = (
+    _LLAMA,
+    _read(_LLAMA, _LLAMA.architectures, ("0.24.0", "0.33.0"), f"llama.py, qwen2.py, qwen3.py; {_MIXIN}"),
+    *(
+        _read(_LLAMA, names, _READ, f"model_executor/models/{files}; {_MIXIN}")
+        for files, names in _FURTHER.items()
     ),
+    _read(
+        _BEFORE_EACH,
+        (*_DEEPSEEK, *_DSA),
+        ("0.24.0",),
+        "model_executor/models/deepseek_v2.py: the state before each layer, and none after the last (vllm#48124)",
+    ),
+    _read(
+        _AND_AFTER_LAST,
+        _DEEPSEEK,
+        _LATE,
+        "model_executor/models/deepseek_v2.py: after the last layer as well (vllm PR#46973)",
+    ),
+    _read(_BEFORE_EACH, _DSA, _LATE, "models/deepseek_v32/nvidia/model.py, amd/model.py: none after the last layer"),
+)  # fmt: skip
+
+UNSUPPORTED = (
+    Unsupported(
+        architectures=("KimiK3ForConditionalGeneration",),
+        reason="attention residuals keep several streams, and an environment variable says what is captured "
+        "(vllm PR#50815)",
+        versions=_LATE,
+        source="models/kimi_k3/nvidia/model.py",
+        evidence="read",
+    ),
+)
+
+_TOP = IdKey(path="eagle_aux_hidden_state_layer_ids", plus=0)
+_NESTED = IdKey(path="eagle_config.eagle_aux_hidden_state_layer_ids", plus=0)
+_DFLASH = IdKey(path="dflash_config.target_layer_ids", plus=1)
+_V1 = IdReader(name="model runner V1", keys=(_TOP, _NESTED, _DFLASH))
+_V2_EARLY = IdReader(name="model runner V2", keys=(_TOP, _DFLASH))
+_V2 = IdReader(
+    name="model runner V2",
+    keys=(
+        _TOP,
+        _DFLASH,
+        IdKey(path="dspark_target_layer_ids", plus=1),
+        IdKey(path="target_layer_ids", plus=1),
+        IdKey(path="dflash_config.layer_ids", plus=0),
+        IdKey(path="eagle_config.layer_ids", plus=0),
+    ),
+)
+_INNER = IdKey(path="transformer_layer_config.eagle_aux_hidden_state_layer_ids", plus=0)
+
+
+def _option(*keys: str, default: bool = False) -> OptionRule:
+    return OptionRule(keys=keys, combine="first", default=default)
+
+
+_DRAFT_FILES = (
+    "model_executor/models/llama_eagle3.py, v1/worker/gpu_model_runner.py, v1/worker/gpu/spec_decode/eagle/, "
+    "config/speculative.py"
+)
+
+_PLAIN = DraftRow(
+    layout="plain",
+    architectures=(
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "LlamaForCausalLM",
+        "Eagle3MiniMaxM2ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+    ),
+    attention="llama",
+    readers=(_V2, _V1),
+    count_keys=("num_aux_hidden_states", "eagle_config.eagle_aux_hidden_state_layer_ids"),
+    count_default=3,
+    norm_before_residual=_option("norm_before_residual"),
+    norm_before_fc=_option("eagle_config.norm_before_fc", "norm_before_fc"),
+    fc_norm=_option("fc_norm"),
+    norm_output=_option("norm_output"),
+    attention_bias=_option("attention_bias"),
+    fc_bias=_option(),
+    embedding="own",
+    head="own",
+    tied_head="ignored",
+    full_vocabulary_map=False,
+    single_capture_skips_fc=False,
+    max_layers=None,
+    later_layers_norm="input_layernorm",
+    weight_prefixes=("",),
+    layer_names=("midlayer", "layers.0"),
+    unknown_weights="refused",
+    rope_layouts=("rope_theta", "rope_parameters"),
+    partial_rotary_keys=("rope_parameters.partial_rotary_factor", "partial_rotary_factor"),
+    positions="target",
+    shift=EAGLE3_SHIFT,
+    source=f"EAGLE-3 decoding on a CPU (model runner V1, default options); V2 and the other options in {_DRAFT_FILES}",
+    versions=("0.32.0",),
+    evidence="ran",
+)
+
+
+def _draft(row: DraftRow, **facts: object) -> DraftRow:
+    source = _DRAFT_FILES if row.evidence == "ran" else row.source
+    return DraftRow.model_validate({**dict(row), "evidence": "read", "source": source, **facts})
+
+
+_QWEN3 = _draft(
+    _PLAIN,
+    architectures=("Eagle3Qwen3ForCausalLM", "Qwen3ForCausalLM"),
+    attention="qwen3",
+    count_keys=(
+        "num_aux_layers",
+        "num_aux_hidden_states",
+        "eagle_aux_hidden_state_layer_ids",
+        "eagle_config.eagle_aux_hidden_state_layer_ids",
+    ),
+    versions=_LATE,
+    source="model_executor/models/qwen3_eagle3.py",
+)
+_MLA = _draft(
+    _PLAIN,
+    architectures=("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+    attention="mla",
+    norm_before_fc=_option(),
+    attention_bias=_option(),
+    versions=_LATE,
+    source="model_executor/models/deepseek_eagle3.py",
+)
+_SPECULATORS = _draft(
+    _PLAIN,
+    layout="speculators",
+    architectures=("llama",),
+    readers=tuple(IdReader(name=r.name, keys=(_TOP, _INNER)) for r in (_V2, _V1)),
+    count_keys=("transformer_layer_config.num_aux_hidden_states",),
+    norm_before_residual=_option("norm_before_residual", default=True),
+    norm_before_fc=_option("norm_before_fc"),
+    attention_bias=_option("transformer_layer_config.attention_bias"),
+    versions=_LATE,
+    source="transformers_utils/configs/speculators/: the width of fc stays that of 3 captures (vllm#54526)",
+)
+_SPECULATORS_QWEN3 = _draft(
+    _SPECULATORS,
+    architectures=("qwen3",),
+    attention="qwen3",
+    count_keys=(
+        "transformer_layer_config.num_aux_layers",
+        "transformer_layer_config.num_aux_hidden_states",
+        "eagle_aux_hidden_state_layer_ids",
+    ),
+    source="transformers_utils/configs/speculators/, model_executor/models/qwen3_eagle3.py",
+)
+_EARLY = {
+    "versions": ("0.24.0",),
+    "readers": (_V1, _V2_EARLY),
+    "full_vocabulary_map": True,
+    "positions": "draft",
+}  # fmt: skip
+_EARLY_SPECULATORS = {
+    **_EARLY,
+    "readers": tuple(IdReader(name=r.name, keys=(_TOP, _INNER)) for r in (_V1, _V2_EARLY)),
+    "fc_norm": _option("transformer_layer_config.fc_norm"),
+    "norm_output": _option("transformer_layer_config.norm_output"),
+}
+
+DRAFTS = (
+    _PLAIN,
+    _draft(_PLAIN, versions=("0.33.0",)),
+    _draft(_PLAIN, **_EARLY),
+    _QWEN3,
+    _draft(_QWEN3, **_EARLY),
+    _MLA,
+    _draft(_MLA, **_EARLY),
+    _SPECULATORS,
+    _draft(_SPECULATORS, **_EARLY_SPECULATORS),
+    _SPECULATORS_QWEN3,
+    _draft(_SPECULATORS_QWEN3, **_EARLY_SPECULATORS),
 )

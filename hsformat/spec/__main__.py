@@ -10,12 +10,14 @@ from hsformat.spec.v1_0 import contract_schema, problems_document
 def documents() -> dict[Path, str]:
     """Return the text of every generated file by its path, relative to the checkout."""
     from hsformat.cli.reference import cli_document
+    from hsformat.engines.document import engines_document
     from hsformat.testing.cases import case_files
 
     return {
         Path("docs/spec/1.0.schema.json"): contract_schema(),
         Path("docs/problems.md"): problems_document(),
         Path("docs/cli.md"): cli_document(),
+        Path("docs/engines.md"): engines_document(),
         **case_files(),
     }
 

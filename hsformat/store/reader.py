@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsIndex
 
 from hsformat.compare import compare
 from hsformat.contract import Contract
-from hsformat.layout import Layout
+from hsformat.layout import Layout, ServingLayout
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
 from hsformat.record import Provenance, Record
 from hsformat.store.backend import Backend, Place
@@ -29,7 +29,7 @@ _CACHED_SEGMENTS = 32
 def open(
     path: Place,
     *,
-    expect: Layout | Contract | None = None,
+    expect: Layout | ServingLayout | Contract | None = None,
     understands: Collection[str] = (),
     damaged: Literal["refuse", "skip"] = "refuse",
     verify: bool = True,

@@ -14,7 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from hsformat.problems import ForeignFileError, Problem, problem
 from hsformat.target.jsonfiles import corrupt, read_object
 
 __all__ = [
-    "Checkpoint", "TensorInfo", "digest_tensor", "read_checkpoint", "read_header", "read_tensor", "weights_digest",
+    "Checkpoint", "TensorInfo", "digest_tensor", "read_checkpoint", "read_header", "read_integers", "read_rows",
+    "read_tensor", "weights_digest",
 ]  # fmt: skip
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -40,6 +41,7 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4,
 }  # fmt: skip
+_INTEGERS = {"BOOL": np.dtype("?"), "U8": np.dtype("u1"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _NUMPY = {
     "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"),
 }  # fmt: skip
@@ -170,7 +172,37 @@ def read_tensor(info: TensorInfo) -> npt.NDArray[Any]:
     """
     if info.numpy_dtype is None:
         raise ForeignFileError(not_float(info))
-    out = np.empty(info.shape, dtype=info.numpy_dtype)
+    return _read(info, info.numpy_dtype)
+
+
+def read_rows(info: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
+    """Return rows of a float matrix as a NumPy array, reading their bytes alone.
+
+    Raises
+    ------
+    ForeignFileError
+        HS411: the dtype is not a float of 16 bits or more. HS602: the file is shorter than its header says.
+    """
+    rows, width = info.shape
+    step = info.nbytes // rows
+    place, nbytes = info.start + start * step, (stop - start) * step
+    return read_tensor(replace(info, shape=(stop - start, width), start=place, nbytes=nbytes))
+
+
+def read_integers(info: TensorInfo) -> npt.NDArray[Any] | None:
+    """Return a tensor of integers or booleans as a NumPy array of its shape; None: it is of another type.
+
+    Raises
+    ------
+    ForeignFileError
+        HS602: the file is shorter than its header says.
+    """
+    dtype = _INTEGERS.get(info.dtype)
+    return None if dtype is None else _read(info, dtype)
+
+
+def _read(info: TensorInfo, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    out = np.empty(info.shape, dtype=dtype)
     buffer = out.reshape(-1).view(np.uint8)
     done = 0
     for chunk in _chunks(info):

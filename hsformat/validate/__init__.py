@@ -11,16 +11,18 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from hsformat.contract import Contract
-from hsformat.problems import HsError, Problem, problem
+from hsformat.engines.inspection import require_paths
+from hsformat.problems import ForeignFileError, HsError, NothingToOpen, Problem, problem
 from hsformat.store.backend import CountedSource, Place, Source
 from hsformat.store.commit import CommitRecord, load_commit, replaced_note
 from hsformat.store.metadata import load_contract, segment_names, segments_group_problems
 from hsformat.store.places import backend_for
+from hsformat.validate.draft import DraftCheck, check_draft
 from hsformat.validate.report import Level, Report, Tick
 from hsformat.validate.segment import SegmentCheck
 from hsformat.validate.target import check_target
 
-__all__ = ["Level", "Report", "run", "validate_store"]
+__all__ = ["DraftCheck", "Level", "Report", "run", "validate_store"]
 
 SAMPLE_SEGMENTS = 16
 SAMPLE_RECORDS = 4
@@ -32,6 +34,7 @@ def validate_store(
     *,
     level: Level | Literal["metadata", "sample", "full"] = Level.SAMPLE,
     target: str | os.PathLike[str] | None = None,
+    draft: DraftCheck | None = None,
 ) -> list[Problem]:
     """Return every problem of a store; an empty list, or notes and warnings alone, mean that it is valid.
 
@@ -42,6 +45,8 @@ def validate_store(
         ``full``: every checksum, every array, every number.
     target
         Folder of the model that the data has to be of; a folder that is no model is a problem (HS6xx), too.
+    draft
+        A draft that the data has to fit as an engine serves it.
 
     Notes
     -----
@@ -49,7 +54,7 @@ def validate_store(
     read one by one and states in blocks: what memory grows with are ids, of which each must be known once.
     """
     try:
-        return run(path, level=Level(level), target=target).problems
+        return run(path, level=Level(level), target=target, draft=draft).problems
     except HsError as e:
         return e.problems
 
@@ -59,6 +64,7 @@ def run(
     *,
     level: Level,
     target: str | os.PathLike[str] | None = None,
+    draft: DraftCheck | None = None,
     tick: Tick = lambda done, total: None,
 ) -> Report:
     """Validate and return the problems with counts of what was looked at.
@@ -67,6 +73,8 @@ def run(
     ----------
     target
         Folder of the model that the data has to be of (:func:`hsformat.validate.target.check_target`).
+    draft
+        A draft that the data has to fit as an engine serves it (:func:`hsformat.validate.draft.check_draft`).
     tick
         Called with bytes read and bytes to read in all, an estimate until the end, at levels ``sample`` and ``full``.
 
@@ -74,10 +82,12 @@ def run(
     ------
     StoreError
         HS501, HS502, HS504: there is no root that could be read, so that nothing can be checked.
-    ForeignFileError
-        The target's folder cannot be read as a model.
+    NothingToOpen
+        There is no folder of the target or of the draft.
     """
     place = backend_for(path)
+    if draft is not None:
+        require_paths(draft.engine, draft=draft.draft, target=target, profile=draft.profile_path)
     contract, problems = load_contract(place)
     report = Report(store=place.location, level=level, problems=problems)
     report.problems += segments_group_problems(place)
@@ -89,7 +99,14 @@ def run(
     report.segments, report.records = len(seen.found), seen.records
     found = seen.found
     if target is not None:
-        report.problems += check_target(contract, seen.templates, target, where=place.location)
+        try:
+            report.problems += check_target(contract, seen.templates, target, where=place.location)
+        except NothingToOpen:
+            raise
+        except ForeignFileError as e:
+            report.problems += e.problems
+    if draft is not None:
+        report.problems += check_draft(contract, draft, target=target, longest=seen.longest, where=place.location)
     if level is not Level.METADATA:
         picked = found if level is Level.FULL else [found[i] for i in _spread(len(found), SAMPLE_SEGMENTS)]
         _content(place, contract, picked, report, tick)
@@ -112,6 +129,7 @@ class _Seen:
     found: list[_Found] = field(default_factory=list)
     templates: Counter[str | None] = field(default_factory=Counter)
     records: int = 0
+    longest: int = 0
 
 
 def _look(place: Source, contract: Contract, replaced: dict[str, str], *, level: Level) -> _Seen:
@@ -131,6 +149,7 @@ def _look(place: Source, contract: Contract, replaced: dict[str, str], *, level:
         seen.problems += check.structure()
         seen.problems += _duplicates(place, commit, owners)
         seen.records += commit.records
+        seen.longest = max(seen.longest, *commit.tokens)
         seen.templates.update(commit.provenance[i].template_digest for i in commit.provenance_index)
         rows = range(commit.records) if level is Level.FULL else _spread(commit.records, SAMPLE_RECORDS)
         seen.found.append(_Found(name, frozenset(check.unreadable), check.planned(rows, full=level is Level.FULL)))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from hsformat.problems import ExitCode, HsError, NothingToOpen, Problem, Severity, exit_code
 from hsformat.validate.report import Level, Report, Tick
+
+if TYPE_CHECKING:
+    from hsformat.validate.draft import DraftCheck
 
 __all__ = ["validate"]
 
@@ -38,6 +41,14 @@ def validate(
         ),
     ] = Level.SAMPLE,
     target: Annotated[str | None, typer.Option(help="Folder of the model that the data has to be of.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Folder of a draft that the data has to fit; with --engine.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Engine that will serve the draft: vllm, sglang, or custom:PATH.")
+    ] = None,
+    engine_version: Annotated[str | None, typer.Option(help="Version of the engine.")] = None,
+    engine_profile: Annotated[str | None, typer.Option(help="Profile that `hsformat engines probe` wrote.")] = None,
     format: Annotated[
         Format, typer.Option(help="text, JSON alone on stdout, or annotations of GitHub Actions.")
     ] = Format.TEXT,
@@ -45,9 +56,10 @@ def validate(
     """Check a store against the specification and report every problem found."""
     from hsformat.validate import run
 
+    check = _draft_check(draft, engine, engine_version, engine_profile)
     try:
         with _progress(level) as tick:
-            report = run(store, level=level, target=target, tick=tick)
+            report = run(store, level=level, target=target, draft=check, tick=tick)
         code = exit_code(report.problems)
     except HsError as e:  # nothing to check, or nothing to compare with
         report = Report(store=store, level=level, problems=e.problems)
@@ -60,6 +72,17 @@ def validate(
     else:
         _print_text(report)
     raise typer.Exit(code)
+
+
+def _draft_check(draft: str | None, engine: str | None, version: str | None, profile: str | None) -> DraftCheck | None:
+    if draft is None and engine is version is profile is None:
+        return None
+    if draft is None or engine is None:
+        missing = "--draft" if draft is None else "--engine"
+        raise typer.BadParameter(f"--draft and --engine go together: {missing} is missing", param_hint=missing)
+    from hsformat.validate.draft import DraftCheck
+
+    return DraftCheck(draft=draft, engine=engine, version=version, profile=profile)
 
 
 def _annotation(p: Problem) -> str:

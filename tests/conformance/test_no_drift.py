@@ -27,7 +27,6 @@ from pydantic import BaseModel
 import hsformat
 from hsformat import align, checks, contract, digests, record, scan
 from hsformat.cli.reference import cli_commands, cli_options
-from hsformat.engines.rules import LLAMA_RULE
 from hsformat.problems import CODES
 from hsformat.spec.__main__ import documents
 from hsformat.spec.v1_0 import rules
@@ -371,11 +370,6 @@ def test_the_arrows_are_the_import_rules():
     }
 
 
-def test_engines_of_the_readme_are_those_of_the_table():
-    (sentence,) = re.findall(r"gives the numbers of vLLM and SGLang for ([^.]*)\.", README)
-    assert re.findall(r"[A-Z]\w+", sentence) == [a.removesuffix("ForCausalLM") for a in LLAMA_RULE]
-
-
 def commands() -> list[tuple[str, list[str]]]:
     """Return every command line of the documents and the Makefile that calls hsformat, split into words."""
     out = []
@@ -397,6 +391,8 @@ def test_command_lines_of_the_documents_exist(place, words):
     name, *rest = words
     if name in ("COMMAND", "..."):
         return
+    if rest and f"{name} {rest[0]}" in cli_commands():
+        name, rest = f"{name} {rest[0]}", rest[1:]
     assert name in cli_commands(), f"{place}: no command {name}"
     options = {flag: o for o in cli_options(cli_commands()[name]) for flag in o.flags}
     given = {w for w in rest if w.startswith("--")}

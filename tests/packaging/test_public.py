@@ -28,6 +28,7 @@ PUBLIC = {
     "Record",
     "ResolveError",
     "Rope",
+    "ServingLayout",
     "Severity",
     "Shift",
     "Store",

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hsformat.engines import ENGINES, capture_of, describe_capture, engine_number, numbering_rule
-from hsformat.engines.rules import LLAMA_RULE
+from hsformat.engines import ENGINES, capture_of, describe_capture, engine_number, numbering_row
 from hsformat.problems import ResolveError
+
+LLAMA_RULE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def text(engine: str, key: str) -> str:
@@ -46,7 +47,7 @@ def test_plain_words():
 
 
 @pytest.mark.parametrize(
-    ("engine", "architecture"), [("llama.cpp", "LlamaForCausalLM"), ("vllm", "DeepseekV3ForCausalLM"), ("", "")]
+    ("engine", "architecture"), [("llama.cpp", "LlamaForCausalLM"), ("vllm", "DeepseekV9ForCausalLM"), ("", "")]
 )
 def test_unknown_engine_or_architecture_is_refused_not_guessed(engine, architecture):
     for call in (lambda: engine_number(engine, architecture, 4, "d2"), lambda: capture_of(engine, architecture, 4, 2)):
@@ -74,12 +75,16 @@ def test_number_that_the_engine_has_not(engine, number):
     assert [p.code for p in e.value.problems] == ["HS304"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_every_row_says_where_it_is_from(engine):
-    rule = numbering_rule(engine, "LlamaForCausalLM")
-    assert rule.source
-    assert rule.versions
-    assert rule.evidence == "ran"
+@pytest.mark.parametrize(("engine", "version"), [("transformers", "5.24.0"), ("vllm", "0.32.0"), ("sglang", "0.5.23")])
+def test_the_rows_of_llama_were_run(engine, version):
+    assert numbering_row(engine, "LlamaForCausalLM", version).evidence == "ran"
+
+
+def test_what_an_id_means_may_depend_on_its_list():  # sglang PR#25454
+    assert engine_number("sglang", "DeepseekV3ForCausalLM", 61, "d2").number is None
+    with pytest.raises(ResolveError) as e:
+        capture_of("sglang", "DeepseekV3ForCausalLM", 61, 2)
+    assert [p.code for p in e.value.problems] == ["HS304"]
 
 
 @pytest.mark.parametrize(("model_type", "architecture"), [*zip(("llama", "qwen2", "qwen3"), LLAMA_RULE, strict=True)])

@@ -1,0 +1,130 @@
+"""docs/engines.md: what is known of each engine, generated from the tables (``make docs``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hsformat.engines.rows import CaptureRow, DraftRow, OptionRule
+from hsformat.engines.table import ENGINES, Engine
+from hsformat.engines.words import depths_text, rule_text, versions_text
+
+__all__ = ["engine_rows", "engines_document"]
+
+_INTRODUCTION = """# Engines
+
+Generated from `hsformat/engines` by `make docs`; `hsformat engines` prints the same. What an engine does is known for
+the versions that a row names and for no other: another version is HS410, never the nearest guess. `ran`: seen by
+running the engine. `read`: in the source of these versions. A newer version is proved where it is installed by
+`hsformat engines probe`, whose profile `--engine-profile` takes.
+
+**depth** d: the residual stream after d decoder layers; N is the number of layers. In all rows captures are fed
+ascending by depth, each once, before the final norm, unless a row says otherwise. What the options of a draft do:
+`norm_before_residual`: the residual of the first layer is the normed output of `fc`. `norm_before_fc`: one RMSNorm
+over the concatenated captures. `fc_norm`: one RMSNorm a capture. `norm_output`: the draft's output is passed to its
+next step after the final norm. A guide with examples: [guides/serving.md](guides/serving.md).
+"""
+
+
+def engine_rows(engine: Engine) -> list[dict[str, Any]]:
+    """Return all that is known of an engine as JSON-able rows: captures, drafts and what is refused."""
+    kinds = (("captures", engine.captures), ("draft", engine.drafts), ("unsupported", engine.unsupported))
+    return [{"kind": kind, **row.model_dump(mode="json")} for kind, rows in kinds for row in rows]
+
+
+def engines_document() -> str:
+    """Return docs/engines.md."""
+    lines = [_INTRODUCTION]
+    for engine in ENGINES.values():
+        lines += [f"## {engine.title}", "", "### From ids to depths", ""]
+        lines += _table(
+            ("versions", "target", "ids", "depths captured", "without ids", "known", "source"),
+            (_capture(engine, row) for row in engine.captures),
+        )
+        if engine.unsupported:
+            lines += ["", "Refused (HS410):", ""]
+            lines += _table(
+                ("versions", "target", "reason", "source"),
+                (
+                    (versions_text(engine.name, r.versions), _join(r.architectures), r.reason, r.source)
+                    for r in engine.unsupported
+                ),
+            )
+        if engine.drafts:
+            lines += ["", "### Drafts", ""]
+            for row in engine.drafts:
+                lines += [*_draft(engine, row), ""]
+        else:
+            lines += ["", f"{engine.title} serves no EAGLE-3 drafts."]
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _capture(engine: Engine, row: CaptureRow) -> tuple[str, ...]:
+    depths = depths_text(row) + ("; depth N after the final norm" if row.norm == "final" else "")
+    if row.order == "as_given":
+        depths += "; in the order asked for"
+    default = f"depths {', '.join(row.default)}" if row.default else "refused"
+    return (
+        versions_text(engine.name, row.versions), _join(row.architectures), rule_text(row), depths, default,
+        row.evidence, row.source,
+    )  # fmt: skip
+
+
+def _draft(engine: Engine, row: DraftRow) -> Iterator[str]:
+    yield (
+        f"**{versions_text(engine.name, row.versions)}, {row.layout} layout, {_join(row.architectures)}** "
+        f"({row.evidence}: {row.source})"
+    )
+    yield ""
+    for reader in row.readers:
+        places = ", ".join(f"`{k.path}`" + (f" (+{k.plus})" if k.plus else "") for k in reader.keys)
+        yield f"- layer ids{f' ({reader.name})' if reader.name else ''}: {places or 'nowhere'}"
+    counted = ", ".join(f"`{k}`" for k in row.count_keys)
+    yield f"- captures that `fc` takes: {counted + ', otherwise ' if counted else ''}{row.count_default}"
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "fc_bias"):
+        yield f"- `{name}`: {_option(getattr(row, name))}"
+    yield f"- embedding: {_EMBEDDING[row.embedding]}; head: {_HEAD[row.head]}"
+    yield f"- `tie_word_embeddings: true`: {_TIED[row.tied_head]}"
+    whole = "may be there" if row.full_vocabulary_map else "makes it fail to load"
+    yield f"- `d2t` (offsets) beside a whole vocabulary: {whole}"
+    layers = "any number" if row.max_layers is None else f"at most {row.max_layers}"
+    yield f"- layers: {layers}; later ones begin with `{row.later_layers_norm}`; attention as {row.attention}"
+    if row.single_capture_skips_fc:
+        yield "- captures that are together as wide as the draft: `fc` is left out"
+    prefixes = " or ".join(f"`{p}`" for p in row.weight_prefixes if p)
+    names = " or ".join(f"`{n}`" for n in row.layer_names)
+    prefixed = f"may begin with {prefixes}; " if prefixes else ""
+    yield f"- weights: {prefixed}the first layer is {names}; other names are {row.unknown_weights}"
+    partial = ", ".join(f"`{k}`" for k in row.partial_rotary_keys)
+    ropes = ", ".join(f"`{k}`" for k in row.rope_layouts)
+    yield f"- rotary embedding: {ropes}; share of a head: {partial}; positions bounded by the {row.positions}'s config"
+
+
+_EMBEDDING = {
+    "own": "the draft's where its folder has one, otherwise the target's",
+    "target": "the target's",
+    "own_if_other_width": "the target's, unless `target_hidden_size` is stated and differs from `hidden_size`",
+}
+_HEAD = {
+    "own": "the draft's where its folder has one, otherwise the target's",
+    "own_unless_no_draft_vocab": "the draft's; the target's if `draft_vocab_size` is null",
+}
+_TIED = {"ignored": "ignored", "embedding": "the embedding, which is the target's, becomes the draft's head"}
+
+
+def _option(rule: OptionRule) -> str:
+    default = str(rule.default).lower()
+    if not rule.keys:
+        return f"always {default}"
+    either = " or " if rule.combine == "any" else ", then "
+    return f"{either.join(f'`{k}`' for k in rule.keys)}; {default} without"
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return lines + [f"| {' | '.join(c.replace('|', chr(92) + '|') for c in row)} |" for row in rows]
+
+
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,118 @@
+"""The options of a draft: what its config asks for, and what an engine applies.
+
+An option that is asked for where the engine does not look, or that it does not have, is a norm on one side alone
+(HS405); so is a norm whose weights are in the folder and which is off. May import ``drafts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hsformat.engines.drafts import ABSENT, INNER, Draft, DraftSizes, lookup
+from hsformat.engines.rows import DraftRow, OptionRule
+from hsformat.problems import Problem, Severity, problem
+
+__all__ = ["NORMS", "DraftOptions", "check_layers", "norm_weight_owner", "read_options"]
+
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+_OTHER_NAMES = {"fc_norm": ("use_aux_norm",)}
+_MEANING = {
+    "norm_before_residual": "the residual of the first layer is the normed output of fc",
+    "norm_before_fc": "one RMSNorm over the concatenated captures",
+    "fc_norm": "one RMSNorm a capture",
+    "norm_output": "the draft's output is passed to its next step after the final norm",
+}
+_WEIGHTS = {
+    "norm_before_fc": ("input_norm.",),
+    "fc_norm": ("fc_norm.", "aux_norm_low", "aux_norm_mid", "aux_norm_high"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOptions:
+    """What an engine applies; the norms are those of :class:`hsformat.layout.ServingLayout`."""
+
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    attention_bias: bool
+    fc_bias: bool
+
+
+def read_options(draft: Draft, row: DraftRow, title: str, problems: list[Problem]) -> DraftOptions:
+    """Return what the engine applies; HS405 and HS603 are added to ``problems``."""
+    applied = {name: _read(draft, getattr(row, name), problems) for name in (*NORMS, "attention_bias", "fc_bias")}
+    for name in NORMS:
+        rule: OptionRule = getattr(row, name)
+        asked = [path for path in _places(name) if lookup(draft.config, path) is True]
+        if asked and not applied[name]:
+            looks = f"it looks at {', '.join(rule.keys)}" if rule.keys else "it has no such option"
+            fix = (
+                f"write {rule.keys[0]}: true"
+                if rule.keys
+                else "train with it false, or serve with an engine that has it"
+            )
+            problems.append(_mismatch(draft.at(asked[0]), f"true: {_MEANING[name]}", f"false: {title} ({looks})", fix))
+        elif applied[name] and not asked:
+            got = f"nothing: {title} applies it by its own default in this layout ({_MEANING[name]})"
+            fix = f"write {rule.keys[0] if rule.keys else name}: true, or false, as the draft was trained"
+            where = draft.at(rule.keys[0] if rule.keys else name)
+            problems.append(_mismatch(where, got, "a stated value", fix, Severity.WARNING))
+    for name, parts in _WEIGHTS.items():
+        weights = [w for w in draft.shapes or () if any(part in w for part in parts)]
+        if weights and not applied[name] and not any(lookup(draft.config, path) is True for path in _places(name)):
+            stated = f"write {name}: true if the draft was trained with it" if getattr(row, name).keys else None
+            got = f"{', '.join(sorted(weights)[:3])} in the folder"
+            problems.append(_mismatch(draft.at(name), got, f"no such norm: {title} does not apply it", stated))
+    return DraftOptions(**applied)
+
+
+def check_layers(draft: Draft, sizes: DraftSizes, row: DraftRow, title: str, problems: list[Problem]) -> None:
+    """Add HS410 for more layers than the engine runs, and a note on how it runs more than one."""
+    where = draft.at(f"{draft.decoder_prefix}num_hidden_layers")
+    if row.max_layers is not None and sizes.num_layers > row.max_layers:
+        fix = f"{title} refuses it when it loads the draft: use a newer version, or a draft of {row.max_layers} layer"
+        expected = f"at most {row.max_layers}"
+        problems.append(problem("HS410", where=where, got=sizes.num_layers, expected=expected, fix=fix))
+    elif sizes.num_layers > 1:
+        got = f"{sizes.num_layers} layers: {title} norms before the later ones with {row.later_layers_norm}"
+        fix = "train it so; engines differ, so that no folder of more than one layer means the same to all"
+        expected = "one layer, which all engines run alike"
+        problems.append(_mismatch(where, got, expected, fix, Severity.NOTE))
+    use_aux = lookup(draft.config, "eagle_config.use_aux_hidden_state")
+    if use_aux is False:
+        fix = "hsformat knows drafts that are fed aux captures alone (EAGLE-3)"
+        where = draft.at("eagle_config.use_aux_hidden_state")
+        problems.append(problem("HS410", where=where, got="false", expected="true, or nothing", fix=fix))
+
+
+def norm_weight_owner(name: str) -> str | None:
+    """Return the option that a weight of this name belongs to."""
+    return next((option for option, parts in _WEIGHTS.items() if any(part in name for part in parts)), None)
+
+
+def _read(draft: Draft, rule: OptionRule, problems: list[Problem]) -> bool:
+    values = []
+    for path in rule.keys:
+        value = lookup(draft.config, path)
+        if value is ABSENT:
+            continue
+        if value is not None and not isinstance(value, bool):
+            where, fix = draft.at(path), "engines take any text and any other number for true"
+            problems.append(problem("HS603", where=where, got=repr(value)[:100], expected="true or false", fix=fix))
+        values.append(bool(value))
+    if not values:
+        return rule.default
+    return any(values) if rule.combine == "any" else values[0]
+
+
+def _places(name: str) -> Iterable[str]:
+    for key in (name, *_OTHER_NAMES.get(name, ())):
+        yield from (key, f"eagle_config.{key}", f"{INNER}.{key}")
+
+
+def _mismatch(where: str, got: str, expected: str, fix: str | None, severity: Severity | None = None) -> Problem:
+    return problem("HS405", where=where, got=got, expected=expected, fix=fix, severity=severity)

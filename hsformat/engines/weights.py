@@ -1,0 +1,209 @@
+"""The weights of a draft: names and shapes against what an engine loads, from safetensors headers alone.
+
+Engines leave a weight that is missing or misnamed at its random start, mostly without a word. May import ``drafts`` and
+``options``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hsformat.engines.drafts import Draft, DraftSizes
+from hsformat.engines.options import DraftOptions, norm_weight_owner
+from hsformat.engines.rows import DraftRow
+from hsformat.problems import Problem, Severity, problem
+
+__all__ = ["EMBEDDING", "HEAD", "check_weights", "find_weight"]
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+_WIDTHS = ("hidden", "captures")
+"""Kinds of dimensions that come from a model's width: a wrong one is HS409, another wrong one HS411."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dim:
+    """One dimension of a weight: the sizes that it may have, and what they are."""
+
+    sizes: tuple[int, ...]
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    name: str
+    dims: tuple[_Dim, ...]
+
+
+def find_weight(draft: Draft, row: DraftRow, name: str) -> str | None:
+    """Return the name that a weight has in the folder; None: it has none that the engine loads."""
+    first = f"{row.layer_names[0]}."
+    names = [name]
+    if name.startswith(first):
+        names = [f"{layer}.{name.removeprefix(first)}" for layer in row.layer_names]
+    prefixes = ("",) if name == HEAD else row.weight_prefixes  # the head stands beside the model, not in it
+    there = [f"{prefix}{n}" for n in names for prefix in prefixes if f"{prefix}{n}" in (draft.shapes or ())]
+    return there[0] if there else None
+
+
+def check_weights(
+    draft: Draft,
+    sizes: DraftSizes,
+    row: DraftRow,
+    options: DraftOptions,
+    *,
+    captures: int,
+    fed: Sequence[int] | None,
+    title: str,
+) -> list[Problem]:
+    """Return what is missing or of another shape: HS402 (width of fc), HS409, HS411.
+
+    Parameters
+    ----------
+    captures
+        Number of aux captures that the engine makes ``fc`` take.
+    fed
+        Depths that the draft is fed, for the problem; None: not known.
+    """
+    if draft.shapes is None:
+        return []
+    if draft.decoder.get("quantization_config") is not None:
+        fix = "serve it and look at the engine's log"
+        got = "a quantised draft, whose weights have other names and shapes"
+        where = draft.at("quantization_config")
+        return [_problem("HS411", where, got, "unquantised weights, which can be checked", fix, Severity.WARNING)]
+    problems, used = [], set()
+    for weight in _expected(draft, sizes, row, options, captures):
+        name = find_weight(draft, row, weight.name)
+        if name is None:
+            problems.append(_missing(draft, row, weight, title))
+            continue
+        used.add(name)
+        if (wrong := _shape_problem(draft, sizes, weight, name, captures, fed)) is not None:
+            problems.append(wrong)
+    # Later layers have both norms as modules and use one of them.
+    used |= {f"layers.{i}.{n}.weight" for i in range(1, sizes.num_layers) for n in ("hidden_norm", "input_layernorm")}
+    return problems + list(_unknown(draft, row, used, title))
+
+
+def _expected(
+    draft: Draft, sizes: DraftSizes, row: DraftRow, options: DraftOptions, captures: int
+) -> Iterator[_Weight]:
+    hidden = _Dim((sizes.hidden_size,), "hidden")
+    wide = _Dim((sizes.target_hidden_size * captures,), "captures")
+    yield _Weight("fc.weight", (hidden, wide))
+    if options.fc_bias:
+        yield _Weight("fc.bias", (hidden,))
+    if options.norm_before_fc:
+        yield _Weight("input_norm.weight", (wide,))
+    if options.fc_norm:
+        for i in range(captures):
+            yield _Weight(f"fc_norm.{i}.weight", (_Dim((sizes.target_hidden_size,), "hidden"),))
+    yield _Weight("norm.weight", (hidden,))
+    for layer in range(sizes.num_layers):
+        prefix = row.layer_names[0] if layer == 0 else f"layers.{layer}"
+        width = _Dim((2 * sizes.hidden_size,), "hidden") if layer == 0 else hidden
+        norms = ["post_attention_layernorm"]
+        norms += ["hidden_norm", "input_layernorm"] if layer == 0 else [row.later_layers_norm]
+        for norm in norms:
+            yield _Weight(f"{prefix}.{norm}.weight", (hidden,))
+        for name, dims in _attention(draft, sizes, row, width, hidden).items():
+            yield _Weight(f"{prefix}.self_attn.{name}.weight", dims)
+            if options.attention_bias and name in ("q_proj", "k_proj", "v_proj"):
+                yield _Weight(f"{prefix}.self_attn.{name}.bias", dims[:1])
+        inner = _Dim(sizes.intermediate_sizes)
+        for name in ("gate_proj", "up_proj"):
+            yield _Weight(f"{prefix}.mlp.{name}.weight", (inner, hidden))
+        yield _Weight(f"{prefix}.mlp.down_proj.weight", (hidden, inner))
+
+
+def _attention(
+    draft: Draft, sizes: DraftSizes, row: DraftRow, width: _Dim, hidden: _Dim
+) -> Mapping[str, tuple[_Dim, ...]]:
+    if row.attention == "mla":
+        return _latent(draft, sizes, width, hidden)
+    q, kv = _Dim((sizes.num_heads * sizes.head_dim,)), _Dim((sizes.num_kv_heads * sizes.head_dim,))
+    out = {"q_proj": (q, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (hidden, q)}
+    head = (_Dim((sizes.head_dim,)),)
+    return {**out, "q_norm": head, "k_norm": head} if row.attention == "qwen3" else out
+
+
+def _latent(draft: Draft, sizes: DraftSizes, width: _Dim, hidden: _Dim) -> Mapping[str, tuple[_Dim, ...]]:
+    def size(key: str) -> int:
+        value = draft.decoder.get(key)
+        return value if type(value) is int and value > 0 else 0
+
+    rank, kv_rank, nope, rope, v = (
+        size(k) for k in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    heads = sizes.num_heads
+    out = {
+        "kv_a_proj_with_mqa": (_Dim((kv_rank + rope,)), width),
+        "kv_a_layernorm": (_Dim((kv_rank,)),),
+        "kv_b_proj": (_Dim((heads * (nope + v),)), _Dim((kv_rank,))),
+        "o_proj": (hidden, _Dim((heads * v,))),
+    }
+    if rank == 0:
+        return {**out, "q_proj": (_Dim((heads * (nope + rope),)), width)}
+    return {
+        **out,
+        "q_a_proj": (_Dim((rank,)), width),
+        "q_a_layernorm": (_Dim((rank,)),),
+        "q_b_proj": (_Dim((heads * (nope + rope),)), _Dim((rank,))),
+    }
+
+
+def _missing(draft: Draft, row: DraftRow, weight: _Weight, title: str) -> Problem:
+    shown = [f"{prefix}{weight.name}" for prefix in row.weight_prefixes]
+    got = "no such weight"
+    last = weight.name.split(".", 1)[1] if weight.name.startswith(row.layer_names[0]) else weight.name
+    if alike := sorted(n for n in draft.shapes or () if n.endswith(last) and norm_weight_owner(n) is None)[:2]:
+        got += f"; the folder has {', '.join(alike)}, which {title} does not load for it"
+    shape = _shape(weight)
+    fix = f"export the draft again: {title} leaves it at its random start and says nothing"
+    return _problem("HS411", f"{draft.where}: {weight.name}", got, f"{' or '.join(shown)} {shape}", fix)
+
+
+def _shape_problem(
+    draft: Draft, sizes: DraftSizes, weight: _Weight, name: str, captures: int, fed: Sequence[int] | None
+) -> Problem | None:
+    shape = (draft.shapes or {})[name]
+    where, expected = f"{draft.where}: {name}", _shape(weight)
+    if len(shape) == len(weight.dims):
+        wrong = [d for d, n in zip(weight.dims, shape, strict=True) if n not in d.sizes]
+        if not wrong:
+            return None
+        slots, rest = divmod(shape[-1], sizes.target_hidden_size)
+        if wrong == [weight.dims[-1]] and wrong[0].kind == "captures" and slots and not rest:
+            layers = "" if fed is None else f": [{', '.join(f'd{d}' for d in fed)}]"
+            got = f"{list(shape)}: {slots} captures of {sizes.target_hidden_size}"
+            fix = "state num_aux_hidden_states and as many layer ids as the draft was trained with"
+            return _problem("HS402", where, got, f"{expected}: {captures} captures{layers}", fix)
+        if any(d.kind in _WIDTHS for d in wrong):
+            fix = "config and weights are of different models, or the draft is of another target"
+            return _problem("HS409", where, str(list(shape)), expected, fix)
+    return _problem("HS411", where, str(list(shape)), expected, "config and weights are of different models")
+
+
+def _unknown(draft: Draft, row: DraftRow, used: set[str], title: str) -> Iterator[Problem]:
+    """Yield the weights that nothing takes: trained ones of a layer are lost, others are reported."""
+    shared = {HEAD, *(f"{prefix}{EMBEDDING}" for prefix in row.weight_prefixes)}
+    for name in sorted(draft.shapes or ()):
+        known = name in used or name in shared or "t2d" in name or "d2t" in name or "rotary_emb" in name
+        if known or norm_weight_owner(name) is not None:
+            continue
+        dropped = row.unknown_weights == "dropped" or name.endswith(".bias")
+        got = f"a weight that {title} {'drops without a word' if dropped else 'fails to load'}"
+        inside = name.rpartition("model.")[2].startswith((*row.layer_names, "midlayer.", "layers.", "fc."))
+        severity = Severity.ERROR if inside or not dropped else Severity.WARNING
+        fix = "export the weights that the engine loads, under its names"
+        yield _problem("HS411", f"{draft.where}: {name}", got, "weights of the names that it loads", fix, severity)
+
+
+def _shape(weight: _Weight) -> str:
+    return f"[{', '.join(' or '.join(map(str, d.sizes)) for d in weight.dims)}]"
+
+
+def _problem(code: str, where: str, got: str, expected: str, fix: str, severity: Severity | None = None) -> Problem:
+    return problem(code, where=where, got=got, expected=expected, fix=fix, severity=severity)
