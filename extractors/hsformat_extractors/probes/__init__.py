@@ -1,0 +1,14 @@
+"""Probes: what an installed engine really feeds a draft, found by running it (``hsformat engines probe``).
+
+``trials``      what is asked of the engine, one draft folder each
+``tiny``        a tiny random target and the draft folders
+``vllm``, ``sglang``   one engine each: how it is started and given a prompt
+``serve``       the child process that runs an engine; ``watch`` is what it notes
+``child``       starting it, and what it dies of
+``reference``   the same prompt by Transformers in float32
+``analysis``    which depth a slot holds, and which row says all of it
+``probe``       all of it in order; the class behind the entry points
+
+Found by entry point (group ``hsformat.probes``). Importing this package, or the classes behind the entry points,
+imports no engine and no torch.
+"""
