@@ -17,7 +17,7 @@ import numpy as np
 
 from hsformat_extractors.probes import tiny
 from hsformat_extractors.probes.probe import Probe, States
-from hsformat_extractors.probes.serve import Job
+from hsformat_extractors.probes.serve import FEATURES, Job, write_array
 
 __all__ = ["FakeProbe", "Vllm", "random_states"]
 
@@ -57,7 +57,12 @@ class Vllm:
     shift = 0
     last = "d{}"
 
-    def serve(self, job: Job) -> np.ndarray | None:
+    def serve(self, job: Job) -> None:
+        features = self.features(job)
+        if features is not None:
+            write_array(Path(job.out) / FEATURES, features)
+
+    def features(self, job: Job) -> np.ndarray | None:
         config = json.loads((Path(job.draft) / "config.json").read_text())
         with np.load(Path(job.target) / "states.npz") as f:
             states = dict(f)
@@ -140,36 +145,36 @@ class ClampsToTheLastButOne(Vllm):
 
 
 class MissingLast(Vllm):
-    def serve(self, job: Job) -> np.ndarray | None:
-        features = super().serve(job)
+    def features(self, job: Job) -> np.ndarray | None:
+        features = super().features(job)
         assert features is not None
         return features[:, : -tiny.HIDDEN]
 
 
 class MissingRows(Vllm):
-    def serve(self, job: Job) -> np.ndarray | None:
-        features = super().serve(job)
+    def features(self, job: Job) -> np.ndarray | None:
+        features = super().features(job)
         assert features is not None
         return features[-3:]
 
 
 class AnotherStream(Vllm):
-    def serve(self, job: Job) -> np.ndarray | None:
-        features = super().serve(job)
+    def features(self, job: Job) -> np.ndarray | None:
+        features = super().features(job)
         assert features is not None
         return 2 * features
 
 
 class NotANumber(Vllm):
-    def serve(self, job: Job) -> np.ndarray | None:
-        features = super().serve(job)
+    def features(self, job: Job) -> np.ndarray | None:
+        features = super().features(job)
         assert features is not None
         features[3, 3] = np.nan
         return features
 
 
 class RunsNoDraft(Vllm):
-    def serve(self, job: Job) -> np.ndarray | None:
+    def features(self, job: Job) -> np.ndarray | None:
         return None
 
 
@@ -186,7 +191,7 @@ class Dead(Vllm):
 
 
 class Killed(Vllm):
-    def serve(self, job: Job) -> np.ndarray | None:
+    def features(self, job: Job) -> np.ndarray | None:
         print("loading weights", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         return None
@@ -195,7 +200,7 @@ class Killed(Vllm):
 class Hanging(Vllm):
     """Starts a process of its own, and never answers."""
 
-    def serve(self, job: Job) -> np.ndarray | None:
+    def features(self, job: Job) -> np.ndarray | None:
         if os.fork() == 0:
             Path(os.environ["FAKE_PID_FILE"]).write_text(str(os.getpid()))
         time.sleep(600)
@@ -205,6 +210,44 @@ class Hanging(Vllm):
 class Noisy(Vllm):
     """Prints without end of line, and bytes that are no text."""
 
-    def serve(self, job: Job) -> np.ndarray | None:
+    def features(self, job: Job) -> np.ndarray | None:
         sys.stdout.buffer.write(b"\xff\xfe{}\n" * 50_000 + b"answer.json")
-        return super().serve(job)
+        return super().features(job)
+
+
+class SaysVllm(FakeProbe):
+    """A probe that calls itself vLLM 0.32.0, whose rows the table has; the engine does what SGLang does."""
+
+    name: ClassVar[str] = "vllm"
+
+    def __init__(self) -> None:
+        super().__init__("Sglang")
+
+    def version(self) -> str:
+        return "0.32.0"
+
+
+class SaysNewVllm(FakeProbe):
+    """A probe of a version that no table has."""
+
+    name: ClassVar[str] = "vllm"
+
+    def __init__(self) -> None:
+        super().__init__("Vllm")
+
+    def version(self) -> str:
+        return "99.1.0"
+
+
+class DeadProbe(FakeProbe):
+    def __init__(self) -> None:
+        super().__init__("Dead")
+
+
+class NoProbe:
+    name = "none"
+
+
+class BrokenProbe:
+    def __init__(self) -> None:
+        raise OSError("libfake.so: cannot open shared object file")

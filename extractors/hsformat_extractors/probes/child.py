@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hsformat_extractors.probes.serve import ANSWER, Job
+from hsformat_extractors.probes.serve import ANSWER, FEATURES, LOGITS, Job
 
 __all__ = ["Answer", "EngineChild"]
 
@@ -38,14 +38,17 @@ class Answer:
     Attributes
     ----------
     features_TW
-        The input of the draft's ``fc``; None: nothing was seen.
+        The input of the draft's ``fc``; None: it was not seen.
+    logits
+        All logits that were seen, [n, V] each.
     outcome
-        Why nothing was seen, on one line.
+        What went wrong, on one line; None: nothing did.
     last_lines
         The end of what the engine printed during the job.
     """
 
     features_TW: npt.NDArray[Any] | None
+    logits: tuple[npt.NDArray[Any], ...]
     outcome: str | None
     last_lines: tuple[str, ...]
 
@@ -92,9 +95,15 @@ class EngineChild:
             time.sleep(_POLL_S)
         error = json.loads((out / ANSWER).read_text("utf-8"))["error"]
         if error is not None:
-            return Answer(features_TW=None, outcome=_one_line(error), last_lines=self._last(began))
-        features = np.load(out / "features.npy", allow_pickle=False)
-        return Answer(features_TW=features, outcome=None, last_lines=())
+            return Answer(features_TW=None, logits=(), outcome=_one_line(error), last_lines=self._last(began))
+        features = out / FEATURES
+        logits = sorted(out.glob(LOGITS.format("*")), key=lambda p: int(p.stem.rpartition("-")[2]))
+        return Answer(
+            features_TW=np.load(features, allow_pickle=False) if features.exists() else None,
+            logits=tuple(np.load(p, allow_pickle=False) for p in logits),
+            outcome=None if features.exists() else "the draft's fc was not run",
+            last_lines=(),
+        )
 
     def close(self) -> None:
         """End the child and everything that it started. May be called twice."""
@@ -130,7 +139,8 @@ class EngineChild:
     def _nothing(self, what: str, began: int) -> Answer:
         lines = self._last(began)
         raised = [m[1] for line in lines if (m := _RAISED.match(line))]
-        return Answer(features_TW=None, outcome=_one_line(": ".join((what, *raised[-1:]))), last_lines=lines)
+        outcome = _one_line(": ".join((what, *raised[-1:])))
+        return Answer(features_TW=None, logits=(), outcome=outcome, last_lines=lines)
 
 
 def _ended(code: int) -> str:

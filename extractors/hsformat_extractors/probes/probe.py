@@ -125,7 +125,7 @@ class Probe:
 
     def _ask(self, child: EngineChild, folder: Path, trial: Trial, dtype: str) -> Answer:
         draft = folder / trial.name / "draft"
-        tiny.save_draft(draft, slots=trial.slots, keys=trial.keys, dtype=dtype)
+        tiny.write_draft(draft, tiny.draft_config(trial.keys, dtype=dtype), tiny.draft_weights(trial.slots))
         return child.ask(
             Job(
                 target=str(folder / f"target-{trial.num_layers}"),
@@ -134,6 +134,7 @@ class Probe:
                 prompt=tiny.PROMPT,
                 slots=trial.slots,
                 hidden=tiny.HIDDEN,
+                vocabularies=(),
                 dtype=dtype,
             )
         )

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ANSWER", "Driver", "Job", "write_array"]
+__all__ = ["ANSWER", "FEATURES", "LOGITS", "Driver", "Job", "job_of", "write_array"]
 
-ANSWER = "answer.json"
+ANSWER, FEATURES, LOGITS = "answer.json", "features.npy", "logits-{}.npy"
+"""Files of a job's folder: the answer, written last; the input of ``fc``, [T, K * H]; logits, [n, V], by number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class Job:
         Token ids.
     slots, hidden
         Captures that the draft's ``fc`` takes, and the width of each.
+    vocabularies
+        Widths of logits that are of interest.
     dtype
         To run in.
     """
@@ -47,19 +51,17 @@ class Job:
     prompt: tuple[int, ...]
     slots: int
     hidden: int
+    vocabularies: tuple[int, ...]
     dtype: str
 
 
 class Driver(Protocol):
     """How one engine is given a target, a draft and a prompt. Constructed once in the child process."""
 
-    def serve(self, job: Job) -> npt.NDArray[Any] | None:
-        """Start the engine with the job's draft, run the prompt, stop it.
+    def serve(self, job: Job) -> None:
+        """Start the engine with the job's draft, generate a few tokens greedily, stop it.
 
-        Returns
-        -------
-        numpy.ndarray or None
-            The input of the draft's ``fc``, [T, K * H] in float32; None: the draft was not run.
+        What modules do is written to the job's folder (``watch``).
         """
         ...
 
@@ -73,16 +75,17 @@ def write_array(path: Path, array: npt.NDArray[Any]) -> None:
 
 
 def _serve(driver: Driver, job: Job) -> dict[str, Any]:
-    out = Path(job.out)
     try:
-        features = driver.serve(job)
+        driver.serve(job)
     except Exception as e:  # whatever an engine raises is what came of the trial
         traceback.print_exc()
         return {"error": f"{type(e).__name__}: {e}"}
-    if features is None:
-        return {"error": "the draft's fc was not run"}
-    write_array(out / "features.npy", features)
     return {"error": None}
+
+
+def job_of(data: Mapping[str, Any]) -> Job:
+    """Return the job of JSON-able data."""
+    return Job(**{**data, "prompt": tuple(data["prompt"]), "vocabularies": tuple(data["vocabularies"])})
 
 
 def main() -> None:
@@ -90,8 +93,7 @@ def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     driver: Driver = getattr(importlib.import_module(module), name)()
     for line in sys.stdin:
-        data = json.loads(line)
-        job = Job(**{**data, "prompt": tuple(data["prompt"])})
+        job = job_of(json.loads(line))
         answer = Path(job.out) / ANSWER
         part = answer.with_suffix(".part")
         part.write_text(json.dumps(_serve(driver, job)), encoding="utf-8")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from hsformat_extractors.probes.probe import Probe
-from hsformat_extractors.probes.serve import Job, write_array
+from hsformat_extractors.probes.serve import Job, job_of
 
 __all__ = ["SglangDriver", "SglangProbe", "watch_factory"]
 
@@ -34,18 +31,16 @@ class SglangProbe(Probe):
 class SglangDriver:
     """Serves drafts in processes that SGLang starts. See :class:`~hsformat_extractors.probes.serve.Driver`."""
 
-    def serve(self, job: Job) -> npt.NDArray[Any] | None:
-        """Run the prompt with the draft and return what its ``fc`` was given first."""
+    def serve(self, job: Job) -> None:
+        """Generate three tokens with the draft, while the modules of the scheduler's process are watched."""
         import sglang
         import torch
 
-        seen = Path(job.out) / "seen.npy"
         device: dict[str, Any] = {}
         if not torch.cuda.is_available():
             # Its only attention on a CPU that can verify drafts.
             amx = "intel_amx"
             device = {"device": "cpu", "prefill_attention_backend": amx, "decode_attention_backend": amx}
-        hook = {"width": job.slots * job.hidden, "hidden": job.hidden, "rows": len(job.prompt), "out": str(seen)}
         engine = sglang.Engine(
             model_path=job.target,
             dtype=job.dtype,
@@ -70,7 +65,7 @@ class SglangDriver:
                     "name": "hsformat-probe",
                     "target_modules": ["logits_processor"],
                     "hook_factory": f"{__name__}:watch_factory",
-                    "config": hook,
+                    "config": asdict(job),
                 }
             ],
             **device,
@@ -80,18 +75,11 @@ class SglangDriver:
             engine.generate(input_ids=list(job.prompt), sampling_params=greedy)
         finally:
             engine.shutdown()
-        return np.load(seen, allow_pickle=False) if seen.exists() else None
 
 
 def watch_factory(config: Mapping[str, Any]) -> Callable[..., None]:
     """Watch all modules of this process from now on; the hook itself, which SGLang puts on one module, does nothing."""
     from hsformat_extractors.probes.watch import watching
 
-    out = Path(config["out"])
-
-    def keep(features_TW: npt.NDArray[Any]) -> None:
-        if not out.exists():
-            write_array(out, features_TW)
-
-    watching(width=config["width"], hidden=config["hidden"], rows=config["rows"], keep=keep)
+    watching(job_of(config))
     return lambda *_args: None

@@ -16,10 +16,15 @@ from safetensors.numpy import save_file
 
 from hsformat.problems import ResolveError, problem
 
-__all__ = ["DRAFT_VOCAB", "HIDDEN", "PROMPT", "VOCAB", "save_draft", "save_target"]
+__all__ = [
+    "DRAFT_VOCAB", "HEADS", "HEAD_DIM", "HIDDEN", "INNER", "PROMPT", "RMS_EPS", "VOCAB", "Array", "draft_config",
+    "draft_weights", "draw", "layer_weights", "save_target", "write_draft",
+]  # fmt: skip
+
+Array = np.ndarray[Any, Any]
 
 HIDDEN, VOCAB, DRAFT_VOCAB, HEAD_DIM, HEADS = 64, 128, 56, 32, 2
-INNER = 160
+INNER, RMS_EPS = 160, 1e-6
 PROMPT = (5, 9, 17, 33, 65, 100, 3, 77, 8, 21, 44)
 """Token ids, none of them special: a number of rows that no width of the model has."""
 
@@ -51,6 +56,8 @@ def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str)
     config_class = _config_class(architecture)
     known = {*config_class().to_dict(), "tie_word_embeddings"}
     sizes = {k: v for k, v in _SIZES.items() if k in known}
+    if "kv_lora_rank" in known:
+        sizes["num_key_value_heads"] = HEADS  # latent attention has as many as there are heads
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
     try:
@@ -71,22 +78,29 @@ def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str)
 
 
 def _config_class(architecture: str) -> Any:
-    """Return Transformers' config class of an architecture."""
-    from transformers import CONFIG_MAPPING
+    """Return Transformers' config class of an architecture.
+
+    Raises
+    ------
+    ResolveError
+        HS410: there is no such causal language model.
+    """
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    types = [t for t, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if architecture in (names, *_tuple(names))]
-    if not types:
+    known = {n for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for n in _several(names)}
+    model_class = getattr(transformers, architecture, None) if architecture in known else None
+    if model_class is None:
         raise ResolveError(
             problem("HS410", where="--architecture", got=architecture,
                     expected="a causal language model by its class in Transformers, such as LlamaForCausalLM",
                     fix="use the first entry of architectures in the target's config.json")
         )  # fmt: skip
-    return CONFIG_MAPPING[types[0]]
+    return model_class.config_class
 
 
-def _tuple(names: Any) -> tuple[str, ...]:
-    return names if isinstance(names, tuple) else ()
+def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return names if isinstance(names, tuple) else (names,)
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -99,33 +113,48 @@ def _save_tokenizer(folder: Path) -> None:
     fast(tokenizer_object=words, unk_token="w0", bos_token="w1", eos_token="w2", pad_token="w0").save_pretrained(folder)
 
 
-def save_draft(folder: Path, *, slots: int, keys: Mapping[str, Any], dtype: str) -> None:
-    """Save a random EAGLE-3 draft of one layer whose ``fc`` takes ``slots`` captures; ``keys`` go into its config."""
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(1)
-
-    def draw(*shape: int) -> np.ndarray[Any, Any]:
-        return (0.2 * rng.standard_normal(shape)).astype(np.float32)
-
-    kv, q = HEAD_DIM, HEADS * HEAD_DIM
-    shapes = {
-        "fc": (HIDDEN, slots * HIDDEN), "midlayer.self_attn.q_proj": (q, 2 * HIDDEN),
-        "midlayer.self_attn.k_proj": (kv, 2 * HIDDEN), "midlayer.self_attn.v_proj": (kv, 2 * HIDDEN),
-        "midlayer.self_attn.o_proj": (HIDDEN, q), "midlayer.mlp.gate_proj": (INNER, HIDDEN),
-        "midlayer.mlp.up_proj": (INNER, HIDDEN), "midlayer.mlp.down_proj": (HIDDEN, INNER),
-        "lm_head": (DRAFT_VOCAB, HIDDEN),
-    }  # fmt: skip
-    weights = {f"{name}.weight": draw(*shape) for name, shape in shapes.items()}
-    for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"):
-        weights[f"{name}.weight"] = 1 + draw(HIDDEN)
-    # Draft id i is target id 2 i + 3: an offset, which is no target id itself.
-    weights["d2t"] = np.arange(DRAFT_VOCAB, dtype=np.int64) + 3
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
+def draft_config(keys: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
+    """Return the config of a draft of one layer, with ``keys`` merged into it."""
+    return {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB,
         "draft_vocab_size": DRAFT_VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 1,
         "num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "hidden_act": "silu",
-        "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "max_position_embeddings": 256, "rms_norm_eps": RMS_EPS, "rope_theta": 10000.0, "tie_word_embeddings": False,
         "torch_dtype": dtype, "bos_token_id": 1, "eos_token_id": 2, **keys,
     }  # fmt: skip
+
+
+def draft_weights(slots: int) -> dict[str, Array]:
+    """Return the random weights of such a draft; its ``fc`` takes ``slots`` captures. No norm is left at 1."""
+    weights = {"fc.weight": draw("fc", HIDDEN, slots * HIDDEN), "norm.weight": 1 + draw("norm", HIDDEN)}
+    weights |= {"lm_head.weight": draw("lm_head", DRAFT_VOCAB, HIDDEN), **layer_weights("midlayer", 2 * HIDDEN)}
+    ids = 2 * np.arange(DRAFT_VOCAB, dtype=np.int64) + 3  # an offset is no target id itself
+    t2d = np.zeros(VOCAB, np.bool_)
+    t2d[ids] = True
+    return {**weights, "d2t": ids - np.arange(DRAFT_VOCAB), "t2d": t2d}
+
+
+def layer_weights(name: str, width: int) -> dict[str, Array]:
+    """Return the weights of a draft's layer whose attention takes ``width``."""
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, width), "self_attn.k_proj": (HEAD_DIM, width),
+        "self_attn.v_proj": (HEAD_DIM, width), "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
+    }  # fmt: skip
+    out = {f"{name}.{part}.weight": draw(f"{name}.{part}", *shape) for part, shape in shapes.items()}
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        out[f"{name}.{norm}.weight"] = 1 + draw(f"{name}.{norm}", HIDDEN)
+    return out
+
+
+def draw(name: str, *shape: int) -> Array:
+    """Return random numbers that are the same for a name every time."""
+    seed = np.random.default_rng(list(name.encode()))
+    return (0.2 * seed.standard_normal(shape)).astype(np.float32)
+
+
+def write_draft(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Array]) -> None:
+    """Write a draft folder."""
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 from typing import Any, ClassVar
 
-import numpy.typing as npt
-
 from hsformat_extractors.probes.probe import Probe
 from hsformat_extractors.probes.serve import Job
 
@@ -36,13 +34,12 @@ class VllmProbe(Probe):
 class VllmDriver:
     """Serves drafts in this process. See :class:`~hsformat_extractors.probes.serve.Driver`."""
 
-    def serve(self, job: Job) -> npt.NDArray[Any] | None:
-        """Run the prompt with the draft and return what its ``fc`` was given first."""
+    def serve(self, job: Job) -> None:
+        """Generate three tokens with the draft, while the modules of this process are watched."""
         from vllm import LLM, SamplingParams
 
         from hsformat_extractors.probes.watch import watching
 
-        seen: list[npt.NDArray[Any]] = []
         engine: Any = LLM(
             model=job.target,
             dtype=job.dtype,
@@ -55,10 +52,9 @@ class VllmDriver:
             speculative_config={"method": "eagle3", "model": job.draft, "num_speculative_tokens": 2},
         )
         try:
-            with watching(width=job.slots * job.hidden, hidden=job.hidden, rows=len(job.prompt), keep=seen.append):
+            with watching(job):
                 greedy = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
                 engine.generate({"prompt_token_ids": list(job.prompt)}, greedy, use_tqdm=False)
         finally:
             del engine
             gc.collect()
-        return seen[0] if seen else None

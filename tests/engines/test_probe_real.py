@@ -1,0 +1,54 @@
+"""Probes on a real engine: run by ``make test-engines`` in the environments of scripts/engines, never by ``make test``.
+
+``HSFORMAT_ENGINE`` names the engine of the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hsformat.engines.profile import load_profile
+from hsformat.engines.rows import CaptureRow
+from hsformat.engines.table import capture_row
+
+pytestmark = pytest.mark.engine
+
+ENGINE = os.environ.get("HSFORMAT_ENGINE", "none")
+KEPT = Path(__file__).parents[1] / "data" / "profiles"
+FACTS = set(CaptureRow.model_fields) - {"source", "evidence", "versions", "architectures"}
+# SGLang takes four minutes for one on two cores, vLLM one.
+ARCHITECTURES = {"vllm": ("LlamaForCausalLM", "Qwen3ForCausalLM"), "sglang": ("LlamaForCausalLM",)}
+
+
+def probe(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hsformat", "engines", "probe", "--engine", ENGINE, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.get(ENGINE, ()))
+def test_the_engine_does_what_the_table_and_the_kept_profile_say(architecture, tmp_path):
+    run = probe("--architecture", architecture, "--out", str(tmp_path / "p.json"), "--format", "json")
+    assert run.returncode == 0, run.stdout + run.stderr
+    told = json.loads(run.stdout)
+    assert told["problems"] == []  # no difference to the table
+    profile = load_profile(tmp_path / "p.json")
+    kept = load_profile(KEPT / f"{ENGINE}-{profile.version}-{architecture}.json")
+    known = capture_row(ENGINE, profile.version, architecture)
+    for name in FACTS:
+        assert getattr(profile.captures, name) == getattr(kept.captures, name) == getattr(known, name), name
+    assert [(m.asked, m.depths) for m in profile.measurements] == [(m.asked, m.depths) for m in kept.measurements]
+    errors = [m.relative_error for m in profile.measurements if m.relative_error is not None]
+    assert max(errors) < 1e-5
+
+
+def test_an_architecture_that_the_engine_cannot_draft_for_is_refused_with_its_words(tmp_path):
+    run = probe("--architecture", "BloomForCausalLM", "--out", str(tmp_path / "p.json"))
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert "HS410" in run.stderr
+    assert not (tmp_path / "p.json").exists()
