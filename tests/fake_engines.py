@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hsformat_extractors.probes import tiny
-from hsformat_extractors.probes.probe import Probe, States
+from hsformat_extractors.probes.draft_math import Target
+from hsformat_extractors.probes.probe import Probe
 from hsformat_extractors.probes.serve import FEATURES, Job, write_array
 
 __all__ = ["FakeProbe", "Vllm", "random_states"]
@@ -43,12 +44,12 @@ class FakeProbe(Probe):
         here = str(Path(__file__).parent)
         return {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
-    def _target(self, folder: Path, request: Any, num_layers: int) -> States:
+    def _target(self, folder: Path, request: Any, num_layers: int) -> Target:
         states = random_states(num_layers)
         path = folder / f"target-{num_layers}"
         path.mkdir()
         np.savez(path / "states.npz", **states)
-        return states
+        return Target(states=states, embedding=np.zeros(0), head=np.zeros(0))
 
 
 class Vllm:

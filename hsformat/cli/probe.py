@@ -37,6 +37,12 @@ def probe(
     dtype: Annotated[
         ProbeDtype, typer.Option(help="What the engine runs in; bfloat16 where it has no attention in float32.")
     ] = ProbeDtype.FLOAT32,
+    drafts: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--drafts", help="Prove what is made of draft folders as well: a start of the engine for each of some 30."
+        ),
+    ] = False,
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds for one start of the engine and one prompt; then it is ended.")
     ] = 300,
@@ -52,6 +58,7 @@ def probe(
             ProbeRequest(
                 architecture=architecture,
                 dtype=dtype.value,
+                drafts=drafts,
                 seconds=time_limit,
                 report=lambda line: typer.echo(line, err=True),
             )

@@ -29,6 +29,8 @@ class ProbeRequest:
         Of the target, as the first entry of ``architectures`` in a config.
     dtype
         ``float32`` or ``bfloat16``: what the engine runs in.
+    drafts
+        Whether to prove what is made of draft folders as well, which takes several times as long.
     seconds
         Time limit of one start of the engine.
     report
@@ -37,6 +39,7 @@ class ProbeRequest:
 
     architecture: str
     dtype: str
+    drafts: bool
     seconds: float
     report: Callable[[str], None]
 

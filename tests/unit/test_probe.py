@@ -18,7 +18,9 @@ from hsformat_extractors.probes.trials import DEPTHS, capture_trials
 
 def probe(engine: str, *, seconds: float = 60, lines: list[str] | None = None) -> EngineProfile:
     said = [] if lines is None else lines
-    request = ProbeRequest(architecture="FakeForCausalLM", dtype="float32", seconds=seconds, report=said.append)
+    request = ProbeRequest(
+        architecture="FakeForCausalLM", dtype="float32", drafts=False, seconds=seconds, report=said.append
+    )
     return FakeProbe(engine).probe(request)
 
 

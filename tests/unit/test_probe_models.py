@@ -17,7 +17,7 @@ from hsformat.problems import HsError
 from hsformat.target import describe
 from hsformat_extractors.probes import tiny
 from hsformat_extractors.probes.analysis import TOLERANCE, identify, row_error
-from hsformat_extractors.probes.reference import reference_states
+from hsformat_extractors.probes.reference import reference
 from hsformat_extractors.probes.serve import FEATURES, LOGITS, Job, job_of
 from hsformat_extractors.probes.trials import DEPTHS, capture_trials, id_keys
 from hsformat_extractors.probes.watch import watching
@@ -45,7 +45,7 @@ def save_draft(folder: Path, ids: list[int]) -> None:
 def test_depths_of_a_tiny_target_are_far_apart_and_are_transformers_own(architecture, tmp_path):
     tiny.save_target(tmp_path, architecture, N, dtype="float32")
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [architecture]
-    states = reference_states(tmp_path, tiny.PROMPT, N)
+    states = reference(tmp_path, tiny.PROMPT, N).states
     assert list(states) == [*(f"d{d}" for d in range(N + 1)), f"d{N}n"]
     for key, state in states.items():
         assert state.shape == (len(tiny.PROMPT), tiny.HIDDEN)

@@ -18,11 +18,16 @@ from packaging.version import Version
 
 import hsformat
 from hsformat.engines.probing import ProbeRequest
-from hsformat.engines.profile import EngineProfile
+from hsformat.engines.profile import EngineProfile, Measurement
+from hsformat.engines.rows import CaptureRow, DraftRow
+from hsformat.engines.targets import target_facts
 from hsformat.problems import HsError, Problem, ResolveError, problem
 from hsformat_extractors.probes import tiny
 from hsformat_extractors.probes.analysis import TOLERANCE, Tried, identify, prove_captures
 from hsformat_extractors.probes.child import Answer, EngineChild
+from hsformat_extractors.probes.draft_math import Target
+from hsformat_extractors.probes.draft_proof import ServedDraft, claimed_row, prove_drafts
+from hsformat_extractors.probes.draft_trials import draft_trials
 from hsformat_extractors.probes.serve import Job
 from hsformat_extractors.probes.trials import DEPTHS, Trial, capture_trials
 
@@ -76,68 +81,89 @@ class Probe:
         _require("torch", "transformers")
         with tempfile.TemporaryDirectory(prefix="hsformat-probe-") as name:
             folder = Path(name)
-            states = {n: self._target(folder, request, n) for n in DEPTHS}
-            tried = list(self._try(folder, request, states))
-        row = prove_captures(
-            tried,
-            architecture=request.architecture,
-            version=version,
-            source=f"hsformat engines probe (hsformat {hsformat.__version__}): random targets of {DEPTHS[0]} and "
-            f"{DEPTHS[1]} layers, what the draft's fc was given, against Transformers in float32",
-        )
+            targets = {n: self._target(folder, request, n) for n in DEPTHS}
+            tried = list(self._try(folder, request, targets))
+            row = prove_captures(
+                tried,
+                architecture=request.architecture,
+                version=version,
+                source=f"hsformat engines probe (hsformat {hsformat.__version__}): random targets of {DEPTHS[0]} and "
+                f"{DEPTHS[1]} layers, what the draft's fc was given, against Transformers in float32",
+            )
+            drafts, figures = self._drafts(folder, request, row, targets) if request.drafts else ((), ())
         return EngineProfile(
             profile_version="1",
             engine=self.name,
             version=version,
             architecture=request.architecture,
             captures=row,
-            drafts=(),
+            drafts=drafts,
             environment=_environment(self.package, version, request.dtype),
-            measurements=tuple(t.measurement() for t in tried),
+            measurements=(*(t.measurement() for t in tried), *figures),
         )
 
-    def _target(self, folder: Path, request: ProbeRequest, num_layers: int) -> States:
-        from hsformat_extractors.probes.reference import reference_states
+    def _target(self, folder: Path, request: ProbeRequest, num_layers: int) -> Target:
+        from hsformat_extractors.probes.reference import reference
 
         request.report(f"a random {request.architecture} of {num_layers} layers, run by Transformers in float32")
         path = folder / f"target-{num_layers}"
         tiny.save_target(path, request.architecture, num_layers, dtype=request.dtype)
-        return reference_states(path, tiny.PROMPT, num_layers)
+        return reference(path, tiny.PROMPT, num_layers)
 
-    def _try(self, folder: Path, request: ProbeRequest, states: Mapping[int, States]) -> Iterator[Tried]:
-        child = EngineChild(
-            self.driver, log=folder / "engine.log", seconds=request.seconds, environment=self.environment()
-        )
+    def _try(self, folder: Path, request: ProbeRequest, targets: Mapping[int, Target]) -> Iterator[Tried]:
+        child = self._child(folder, request)
         shown: dict[str, bool] = {}
         try:
             for trial in capture_trials():
                 if trial.instead_of is not None and shown[trial.instead_of]:
                     continue
-                answer = self._ask(child, folder, trial, request.dtype)
+                config = tiny.draft_config(trial.keys, dtype=request.dtype)
+                tiny.write_draft(folder / trial.name / "draft", config, tiny.draft_weights(trial.slots))
+                answer = child.ask(_job(folder, trial.name, trial.num_layers, trial.slots, request.dtype))
                 if not shown and answer.features_TW is None:
                     raise ResolveError(self._unable(request, answer))
-                tried = _tried(trial, answer, states[trial.num_layers], TOLERANCE[request.dtype])
+                tried = _tried(trial, answer, targets[trial.num_layers].states, TOLERANCE[request.dtype])
                 shown[trial.name] = tried.slots is not None
                 request.report(f"{trial.asked} -> {_words(tried)}")
                 yield tried
         finally:
             child.close()
 
-    def _ask(self, child: EngineChild, folder: Path, trial: Trial, dtype: str) -> Answer:
-        draft = folder / trial.name / "draft"
-        tiny.write_draft(draft, tiny.draft_config(trial.keys, dtype=dtype), tiny.draft_weights(trial.slots))
-        return child.ask(
-            Job(
-                target=str(folder / f"target-{trial.num_layers}"),
-                draft=str(draft),
-                out=str(folder / trial.name / "out"),
-                prompt=tiny.PROMPT,
-                slots=trial.slots,
-                hidden=tiny.HIDDEN,
-                vocabularies=(),
-                dtype=dtype,
-            )
+    def _drafts(
+        self, folder: Path, request: ProbeRequest, captures: CaptureRow, targets: Mapping[int, Target]
+    ) -> tuple[tuple[DraftRow], tuple[Measurement, ...]]:
+        n, claim = DEPTHS[0], claimed_row(self.name)
+        row, figures = prove_drafts(
+            list(self._serve_drafts(folder, request, n)),
+            claim,
+            captures,
+            engine=self.name,
+            facts=target_facts(folder / f"target-{n}"),
+            target=targets[n],
+            tolerance=TOLERANCE[request.dtype],
+            source=f"hsformat engines probe (hsformat {hsformat.__version__}): logits of two drafted tokens of "
+            f"{len(draft_trials())} folders against NumPy",
         )
+        request.report(f"{len(figures)} draft folders are served as hsformat reads them")
+        return (row,), figures
+
+    def _serve_drafts(self, folder: Path, request: ProbeRequest, num_layers: int) -> Iterator[ServedDraft]:
+        child = self._child(folder, request)
+        try:
+            for trial in draft_trials():
+                name = f"draft-{trial.name}"
+                path = folder / name / "draft"
+                tiny.write_draft(path, trial.config(request.dtype), trial.tensors())
+                answer = child.ask(_job(folder, name, num_layers, trial.slots, request.dtype))
+                outcome = None if answer.logits else answer.outcome
+                request.report(f"draft: {trial.asked} -> {outcome or 'served'}")
+                yield ServedDraft(trial=trial, folder=path, logits=answer.logits, outcome=outcome)
+        finally:
+            child.close()
+
+    def _child(self, folder: Path, request: ProbeRequest) -> EngineChild:
+        log = folder / "engine.log"
+        return EngineChild(self.driver, log=log, seconds=request.seconds, environment=self.environment())
 
     def _unable(self, request: ProbeRequest, answer: Answer) -> Problem:
         """Return why the engine is not asked further: ids that every engine can capture showed nothing."""
@@ -149,6 +175,19 @@ class Probe:
             expected="an engine that serves an EAGLE-3 draft with this architecture, on this machine",
             fix="run the engine by itself with such a draft; it may not support the architecture, device or dtype",
         )
+
+
+def _job(folder: Path, name: str, num_layers: int, slots: int, dtype: str) -> Job:
+    return Job(
+        target=str(folder / f"target-{num_layers}"),
+        draft=str(folder / name / "draft"),
+        out=str(folder / name / "out"),
+        prompt=tiny.PROMPT,
+        slots=slots,
+        hidden=tiny.HIDDEN,
+        vocabularies=(tiny.DRAFT_VOCAB, tiny.VOCAB),
+        dtype=dtype,
+    )
 
 
 def _tried(trial: Trial, answer: Answer, states: States, tolerance: float) -> Tried:

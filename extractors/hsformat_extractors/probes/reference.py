@@ -1,4 +1,4 @@
-"""The target's states by Transformers in float32: what every slot is compared with."""
+"""A target by Transformers in float32: what every slot is compared with."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hsformat.contract import Capture
 from hsformat_extractors._capture import Capturer, find_anatomy, pad
 from hsformat_extractors._load import load_model
+from hsformat_extractors.probes.draft_math import Target
 
-__all__ = ["reference_states"]
+__all__ = ["reference"]
 
 
-def reference_states(folder: Path, prompt: tuple[int, ...], num_layers: int) -> dict[str, npt.NDArray[Any]]:
-    """Return every capture of a target by key, [T, H] in float32: ``d0`` to ``dN``, and ``dNn``.
+def reference(folder: Path, prompt: tuple[int, ...], num_layers: int) -> Target:
+    """Return every capture of a target by key, [T, H] in float32 (``d0`` to ``dN``, and ``dNn``), embedding and head.
 
     Raises
     ------
@@ -32,6 +32,12 @@ def reference_states(folder: Path, prompt: tuple[int, ...], num_layers: int) -> 
     wanted.append(Capture(depth=num_layers, norm="final", dtype="float32"))
     capturer = Capturer(anatomy, wanted)
     try:
-        return {key: x_SH.numpy().astype(np.float32) for key, x_SH in capturer.run(batch).items()}
+        states = {key: x_SH.numpy().astype(np.float32) for key, x_SH in capturer.run(batch).items()}
     finally:
         capturer.close()
+    embedding, head = (module.weight.detach().numpy().astype(np.float32) for module in _ends(anatomy))
+    return Target(states=states, embedding=embedding, head=head)
+
+
+def _ends(anatomy: Any) -> tuple[Any, Any]:
+    return anatomy.embedding, anatomy.head

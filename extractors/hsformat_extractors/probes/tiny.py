@@ -124,26 +124,27 @@ def draft_config(keys: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draft_weights(slots: int) -> dict[str, Array]:
-    """Return the random weights of such a draft; its ``fc`` takes ``slots`` captures. No norm is left at 1."""
-    weights = {"fc.weight": draw("fc", HIDDEN, slots * HIDDEN), "norm.weight": 1 + draw("norm", HIDDEN)}
-    weights |= {"lm_head.weight": draw("lm_head", DRAFT_VOCAB, HIDDEN), **layer_weights("midlayer", 2 * HIDDEN)}
+def draft_weights(slots: int, hidden: int = HIDDEN) -> dict[str, Array]:
+    """Return the random weights of such a draft, ``hidden`` wide; its ``fc`` takes ``slots`` captures. No norm is 1."""
+    weights = {"fc.weight": draw("fc", hidden, slots * HIDDEN), "norm.weight": 1 + draw("norm", hidden)}
+    weights |= {"lm_head.weight": draw("lm_head", DRAFT_VOCAB, hidden), **layer_weights("midlayer", 2, hidden)}
     ids = 2 * np.arange(DRAFT_VOCAB, dtype=np.int64) + 3  # an offset is no target id itself
     t2d = np.zeros(VOCAB, np.bool_)
     t2d[ids] = True
     return {**weights, "d2t": ids - np.arange(DRAFT_VOCAB), "t2d": t2d}
 
 
-def layer_weights(name: str, width: int) -> dict[str, Array]:
-    """Return the weights of a draft's layer whose attention takes ``width``."""
+def layer_weights(name: str, inputs: int, hidden: int = HIDDEN) -> dict[str, Array]:
+    """Return the weights of a draft's layer whose attention takes ``inputs`` times the width of the draft."""
+    width = inputs * hidden
     shapes = {
         "self_attn.q_proj": (HEADS * HEAD_DIM, width), "self_attn.k_proj": (HEAD_DIM, width),
-        "self_attn.v_proj": (HEAD_DIM, width), "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-        "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
+        "self_attn.v_proj": (HEAD_DIM, width), "self_attn.o_proj": (hidden, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (INNER, hidden), "mlp.up_proj": (INNER, hidden), "mlp.down_proj": (hidden, INNER),
     }  # fmt: skip
     out = {f"{name}.{part}.weight": draw(f"{name}.{part}", *shape) for part, shape in shapes.items()}
     for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        out[f"{name}.{norm}.weight"] = 1 + draw(f"{name}.{norm}", HIDDEN)
+        out[f"{name}.{norm}.weight"] = 1 + draw(f"{name}.{norm}", hidden)
     return out
 
 
