@@ -117,12 +117,14 @@ def _lines(profile: EngineProfile, out: Path) -> list[str]:
     row = profile.captures
     errors = [m.relative_error for m in profile.measurements if m.relative_error is not None]
     others = [m.runner_up for m in profile.measurements if m.runner_up is not None]
+    drafts = "; ".join(f"proved for {', '.join(d.architectures)}" for d in profile.drafts) or "not asked (--drafts)"
     return [
         f"{profile.engine} {profile.version}, {profile.architecture}: proved",
         f"  ids           {rule_text(row)}",
         f"  depths        {depths_text(row)}",
         f"  order         {row.order}; a depth named twice is captured {row.duplicates}",
         f"  without ids   {', '.join(row.default) if row.default else 'refused'}",
+        f"  drafts        {drafts}",
         f"  relative error at most {max(errors):.1e}; to the next depth at least {min(others):.1e}",
         f"  {out}: pass it as --engine-profile",
     ]
