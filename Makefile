@@ -4,15 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 DEMO := build/demo
+ENGINES := build/engines
 # Spinning OpenMP threads slow a shared machine down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint format docs bench dist clean
+.PHONY: help demo test test-engines lint format docs bench dist clean
 
 help:
 	@echo "make demo   extract real states, validate them, see two faults refused"
 	@echo "make test   linters, types, import rules, tests"
+	@echo "make test-engines   both engines on this CPU: installs them (6 GB), probes them"
 	@echo "make docs   write the generated documents and the JSON schema again"
 	@echo "make bench  measure import and extraction"
 	@echo "make dist   build the wheel and the source distribution in dist/"
@@ -39,6 +41,16 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -n 2 -q
+
+# One environment an engine, each from nothing; the stamp is newer than all that makes it.
+$(ENGINES)/%/.installed: scripts/engines/setup_%_cpu.sh $(wildcard scripts/engines/*.* scripts/engines/sgl_kernel/*.py)
+	rm -rf $(@D)
+	PYTHON=$(PYTHON) $< $(@D)
+	@touch $@
+
+test-engines: $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed
+	HSFORMAT_ENGINE=vllm $(ENGINES)/vllm/bin/python -m pytest -q -m engine tests/engines
+	HSFORMAT_ENGINE=sglang $(ENGINES)/sglang/bin/python -m pytest -q -m engine tests/engines
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

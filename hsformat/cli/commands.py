@@ -16,6 +16,7 @@ from hsformat.cli.explain import explain
 from hsformat.cli.extract import extract
 from hsformat.cli.info import info
 from hsformat.cli.layout import layout
+from hsformat.cli.probe import probe
 from hsformat.validate.command import validate
 
 __all__ = ["app"]
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for command in (extract, estimate, validate, info, layout, explain):
     app.command()(command)
+engines_app.command()(probe)
 app.add_typer(engines_app, name="engines")
 
 

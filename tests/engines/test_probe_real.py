@@ -1,0 +1,60 @@
+"""Probes on a real engine: run by ``make test-engines`` in the environments of scripts/engines, never by ``make test``.
+
+``HSFORMAT_ENGINE`` names the engine of the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hsformat.engines.profile import load_profile
+from hsformat.engines.rows import CaptureRow
+from hsformat.engines.table import capture_row
+
+pytestmark = pytest.mark.engine
+
+ENGINE = os.environ.get("HSFORMAT_ENGINE", "none")
+KEPT = Path(__file__).parents[1] / "data" / "profiles"
+FACTS = set(CaptureRow.model_fields) - {"source", "evidence", "versions", "architectures"}
+# On two cores a start of vLLM takes 5 s, of SGLang 25 s: all drafts of SGLang would be a quarter of an hour.
+ARCHITECTURES = {
+    "vllm": (("LlamaForCausalLM", "--drafts"), ("Qwen3ForCausalLM",)),
+    "sglang": (("LlamaForCausalLM",),),
+}
+
+
+def probe(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hsformat", "engines", "probe", "--engine", ENGINE, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+
+
+@pytest.mark.parametrize("words", ARCHITECTURES.get(ENGINE, ()), ids=lambda w: w[0])
+def test_the_engine_does_what_the_table_and_the_kept_profile_say(words, tmp_path):
+    architecture = words[0]
+    run = probe("--architecture", *words, "--out", str(tmp_path / "p.json"), "--format", "json")
+    assert run.returncode == 0, run.stdout + run.stderr
+    told = json.loads(run.stdout)
+    assert told["problems"] == []  # no difference to the table
+    profile = load_profile(tmp_path / "p.json")
+    kept = load_profile(KEPT / f"{ENGINE}-{profile.version}-{architecture}.json")
+    known = capture_row(ENGINE, profile.version, architecture)
+    for name in FACTS:
+        assert getattr(profile.captures, name) == getattr(kept.captures, name) == getattr(known, name), name
+    now, then = ({m.asked: m.depths for m in p.measurements} for p in (profile, kept))
+    assert now.items() <= then.items()
+    assert bool(profile.drafts) == ("--drafts" in words)
+    errors = [m.relative_error for m in profile.measurements if m.relative_error is not None]
+    assert max(errors) < 1e-5
+
+
+def test_an_architecture_that_the_engine_cannot_draft_for_is_refused_with_its_words(tmp_path):
+    run = probe("--architecture", "BloomForCausalLM", "--out", str(tmp_path / "p.json"))
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert "HS410" in run.stderr
+    assert not (tmp_path / "p.json").exists()
