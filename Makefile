@@ -9,12 +9,13 @@ ENGINES := build/engines
 export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test test-engines lint format docs bench dist clean
+.PHONY: help demo test test-matrix test-engines lint format docs bench dist clean
 
 help:
 	@echo "make demo   extract real states, validate them, see two faults refused"
 	@echo "make test   linters, types, import rules, tests"
 	@echo "make test-engines   both engines on this CPU: installs them (6 GB), probes them"
+	@echo "make test-matrix   the tests on every Python that is found, and with the lowest versions (docs/support.md)"
 	@echo "make docs   write the generated documents and the JSON schema again"
 	@echo "make bench  measure import and extraction"
 	@echo "make dist   build the wheel and the source distribution in dist/"
@@ -51,6 +52,10 @@ $(ENGINES)/%/.installed: scripts/engines/setup_%_cpu.sh $(wildcard scripts/engin
 test-engines: $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed
 	HSFORMAT_ENGINE=vllm $(ENGINES)/vllm/bin/python -m pytest -q -m engine tests/engines
 	HSFORMAT_ENGINE=sglang $(ENGINES)/sglang/bin/python -m pytest -q -m engine tests/engines
+
+# Takes minutes a row and downloads what pip finds newest: for releases, not for each change.
+test-matrix:
+	$(PYTHON) tests/matrix.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

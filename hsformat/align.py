@@ -97,7 +97,7 @@ def supervised(loss_mask: Any, step: int, *, rule: MaskRule = "serving") -> Any:
     Returns
     -------
     [T] bool of the same kind of array. An index without a target (t > T-3-k) is False under every rule, so that
-    no loss falls on padding (EAGLE#317).
+    no loss falls on padding (SafeAILab/EAGLE#317).
 
     Raises
     ------

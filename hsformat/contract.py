@@ -178,7 +178,7 @@ class FieldSpec(Frozen):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
     axis: Literal["token", "record"]
     dtype: FieldDtype
-    shape: Annotated[tuple[Annotated[int, Field(gt=0)], ...], FromList] = ()
+    shape: Annotated[tuple[Annotated[int, Field(gt=0)], ...], FromList, Field(max_length=30)] = ()
     must_understand: bool
 
 

@@ -1,9 +1,17 @@
-"""Shared set-up: Hypothesis profiles, and contract and record fixtures built by ``factories``."""
+"""Shared set-up: Hypothesis profiles, a contract, and the options of tests/matrix.py.
+
+Nothing is skipped because a package is not there: a test whose imports fail has failed. Where torch cannot be had,
+``--without torch`` says so, and the tests marked ``needs("torch")`` are left out; a module that imports it has the
+mark as ``pytestmark`` and is not imported at all.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,3 +33,43 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 def contract() -> Contract:
     """Return a tiny valid contract."""
     return tiny_contract()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hsformat")
+    group.addoption(
+        "--without", action="append", default=[], metavar="PACKAGE", help="leave out tests marked needs(PACKAGE)"
+    )
+    group.addoption("--counts", metavar="FILE", help="write the numbers of tests that passed, failed, ... as JSON")
+
+
+@cache
+def needs_of_module(path: Path) -> frozenset[str]:
+    """Return what a module's ``pytestmark = pytest.mark.needs(...)`` names, without importing the module."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="pytestmark")], value=ast.Call(func=ast.Attribute(attr="needs"))):
+                return frozenset(str(ast.literal_eval(a)) for a in node.value.args)  # type: ignore[attr-defined]
+    return frozenset()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    without = set(config.getoption("--without"))
+    if without and collection_path.suffix == ".py" and without & needs_of_module(collection_path):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    without = set(config.getoption("--without"))
+    left_out = [i for i in items if any(without & set(m.args) for m in i.iter_markers("needs"))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [i for i in items if i not in set(left_out)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if path := config.getoption("--counts"):
+        outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+        counts = {name: len(terminalreporter.stats.get(name, ())) for name in outcomes}
+        Path(path).write_text(json.dumps(counts), "utf-8")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hsformat.testing.builders import assert_same_record, digest, tiny_contract, tiny_record
+from hsformat.testing.builders import assert_same_record, build_store, digest, tiny_contract, tiny_record
 
-__all__ = ["assert_same_record", "digest", "tiny_contract", "tiny_record"]
+__all__ = ["assert_same_record", "build_store", "digest", "tiny_contract", "tiny_record"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from factories import digest
@@ -15,6 +16,8 @@ from hsformat.extraction.protocol import ExtractionRequest
 from hsformat.record import Generation
 
 __all__ = ["FAMILIES", "HIDDEN", "LAYERS", "VOCAB", "TinyModel", "captures", "request_for", "save_tiny"]
+
+pytestmark = pytest.mark.needs("torch")  # nothing imports this module without it
 
 HIDDEN, LAYERS, VOCAB = 32, 4, 96
 GIVEN = Generation(mode="none")

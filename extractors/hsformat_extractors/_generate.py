@@ -71,7 +71,7 @@ def end_of_turn_ids(model: Any, folder: Path) -> list[int]:
 
     named = [model.generation_config.eos_token_id, model.config.get_text_config().eos_token_id]
     if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        named.append(AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id)
+        named.append(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id)
     ids = {i for value in named if value is not None for i in (value if isinstance(value, list) else [value])}
     if not ids:
         raise HsError(

@@ -1,7 +1,7 @@
 """JSON Lines: one line in memory at a time.
 
 A line that cannot be read is one problem with its line number; the rest goes on. What makes the whole file useless is
-raised before the first row. This module may import ``problems`` and ``row``.
+raised before the first row. This module may import ``problems``, ``strict_json`` and ``row``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import BinaryIO
 
 from hsformat.prepare.row import Row, refuse
 from hsformat.problems import Problem, problem
+from hsformat.strict_json import parse_json
 
 __all__ = ["JsonLines", "open_binary", "open_json_lines"]
 
@@ -79,7 +80,7 @@ def _parse(line: bytes, where: str) -> Row | Problem:
         return problem("HS602", where=where, got=got, expected=expected, fix=fix)
 
     try:
-        value = json.loads(line.decode("utf-8").rstrip(), parse_constant=_refuse_constant, object_pairs_hook=_once)
+        value = parse_json(line.decode("utf-8").rstrip())
         if b"\\ud" in line or b"\\uD" in line:  # JSON can spell half a character, which no tokenizer takes
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as e:
@@ -97,19 +98,6 @@ def _parse(line: bytes, where: str) -> Row | Problem:
         return problem("HS603", where=where, got=f"a JSON {type(value).__name__}", expected="a JSON object",
                        fix="write one object a line, with messages or with input_ids and loss_mask")  # fmt: skip
     return Row(where=where, value=value)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object; a key that stands twice means one thing to one reader and another to the next."""
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        twice = next(k for i, (k, _) in enumerate(pairs) if k in dict(pairs[:i]))
-        raise ValueError(f"the key {twice!r} twice in one object")
-    return out
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

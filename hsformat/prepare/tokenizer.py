@@ -77,7 +77,7 @@ def flat_ids(value: Any) -> list[int]:
     """Return token ids as a flat list, whichever way a tokenizer returns them.
 
     ``apply_chat_template`` gives a list, a list of one list, a dictionary of either, or a tensor, by version and
-    tokenizer (NVIDIA/Model-Optimizer PR#2172: ``len`` of the dictionary was taken for the number of tokens).
+    tokenizer (Model-Optimizer PR#2172: ``len`` of the dictionary was taken for the number of tokens).
 
     Raises
     ------

@@ -7,6 +7,7 @@ decoded by what was checked, and never by what is on the disk.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,10 +16,22 @@ import numpy as np
 from hsformat.contract import differing_fields
 from hsformat.dtypes import dtype_name
 from hsformat.problems import Problem, problem
-from hsformat.store.codec import MAX_CHUNK_BYTES, Codec
+from hsformat.store.codec import MAX_CHUNK_BYTES, Codec, index_bytes, longest_chunk
 from hsformat.store.metadata import json_object
 
-__all__ = ["ArraySpec", "Axis", "Encoding", "array_json", "check_array_json"]
+__all__ = [
+    "MAX_CHUNKS",
+    "ArraySpec",
+    "Axis",
+    "Encoding",
+    "array_json",
+    "check_array_json",
+    "check_length",
+    "check_small_arrays",
+]
+
+MAX_CHUNKS = 2**24
+"""Of a shard, so that its index has a bound."""
 
 Axis = Literal["state", "token", "record"]
 """What the rows of an array are of: states, tokens, or else (records, bytes of ids)."""
@@ -126,6 +139,32 @@ def check_array_json(raw: bytes, spec: ArraySpec, *, where: str) -> tuple[Encodi
         _drift(f"{where}/zarr.json: {path}", got, expected)
         for path, got, expected in differing_fields(plain, expected_plain)
     ]
+
+
+def check_length(spec: ArraySpec, encoding: Encoding, size: int, *, where: str) -> list[Problem]:
+    """Return HS507 for more chunks than a shard may have, HS504 for a file that is longer than its chunks can be.
+
+    Asked before a byte of the file is read, and however its metadata was checked: what an index or a chunk takes in
+    memory follows from these numbers.
+    """
+    chunks = -(-spec.shape[0] // encoding.chunk_rows)
+    if chunks > MAX_CHUNKS:
+        return [_drift(where, f"{chunks} chunks", f"at most {MAX_CHUNKS} of one shard")]
+    most = chunks * longest_chunk(encoding.chunk_rows * spec.row_bytes, encoding.codec)
+    most += index_bytes(chunks) if spec.sharded else 0
+    if size > most:
+        expected = f"at most {most}, those of {chunks} chunk(s) and their index"
+        return [problem("HS504", where=f"{where}/{spec.file}", got=f"a file of {size} bytes", expected=expected)]
+    return []
+
+
+def check_small_arrays(specs: Iterable[ArraySpec], *, where: str) -> list[Problem]:
+    """Return HS507 where the arrays that may be held whole, all but the states, are too large together (rule G-7)."""
+    total = sum(s.nbytes for s in specs if s.axis != "state")
+    if total <= MAX_CHUNK_BYTES:
+        return []
+    expected = f"at most {MAX_CHUNK_BYTES}, since a reader may hold them whole"
+    return [_drift(where, f"{total} bytes of arrays outside hidden/", expected)]
 
 
 def _drift(where: str, got: Any, expected: Any) -> Problem:

@@ -27,6 +27,8 @@ __all__ = [
     "crc32c_frozen",
     "decode_chunk",
     "encode_chunk",
+    "index_bytes",
+    "longest_chunk",
 ]
 
 Codec = Literal["compact", "fast"]
@@ -35,6 +37,16 @@ MAX_CHUNK_BYTES = 2**31 - 1 - 16
 
 CRC_BYTES = 4
 _BLOSC_HEADER = struct.Struct("<BBBBIII")  # version, its own version, flags, typesize, nbytes, blocksize, cbytes
+
+
+def index_bytes(chunks: int) -> int:
+    """Return the length of the index of a shard of so many chunks."""
+    return 16 * chunks + CRC_BYTES
+
+
+def longest_chunk(nbytes: int, codec: Codec) -> int:
+    """Return the most bytes that a chunk can take: Blosc stores what it cannot compress behind its header."""
+    return nbytes + CRC_BYTES + (_BLOSC_HEADER.size if codec == "compact" else 0)
 
 
 class DamagedChunk(ValueError):

@@ -25,7 +25,7 @@ from hsformat.record import Generation, Provenance
 from hsformat.store.array_json import ArraySpec
 from hsformat.store.arrays import array_specs
 from hsformat.store.backend import Source
-from hsformat.store.metadata import SEGMENTS, hs_attribute, is_segment_name, json_object, segment_names
+from hsformat.store.metadata import SEGMENTS, hs_attribute, is_segment_name, read_json, segment_names
 
 __all__ = [
     "CommitRecord",
@@ -251,13 +251,12 @@ def load_commit(source: Source, name: str) -> tuple[CommitRecord | None, list[Pr
         return None, [problem(code, where=where, got=got, expected=expected)]
 
     try:
-        raw = source.read(key)
+        data = read_json(source, key)
     except FileNotFoundError:
         place = f"{source.location}/{SEGMENTS}/{name}"
         return None, [problem("HS506", where=place, got="no commit record", expected="zarr.json")]
     except OSError as e:
         return damaged(f"cannot be read: {e.strerror or e}", "the commit record", "HS503")
-    data = json_object(raw)
     if isinstance(data, str):
         return damaged(data, "the commit record as JSON")
     attribute = hs_attribute(data)

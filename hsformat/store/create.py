@@ -11,6 +11,7 @@ from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, p
 from hsformat.store.backend import Backend, Place
 from hsformat.store.commit import load_commits
 from hsformat.store.metadata import (
+    MAX_JSON_BYTES,
     SEGMENTS,
     ensure_segments,
     group_json,
@@ -110,8 +111,13 @@ def create(
         threads=threads,
         commit_seconds=commit_seconds,
     )
+    root = group_json(root_attribute(contract))
+    if len(root) > MAX_JSON_BYTES:
+        got, expected = f"a contract of {len(root)} bytes as JSON", f"at most {MAX_JSON_BYTES}"
+        fix = "declare fewer captures and fields"
+        raise StoreError(problem("HS501", where=backend.location, got=got, expected=expected, fix=fix))
     try:
-        backend.publish("zarr.json", group_json(root_attribute(contract)))  # now the store exists
+        backend.publish("zarr.json", root)  # now the store exists
     except FileExistsError as e:
         raise StoreError(
             problem(

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -49,15 +50,17 @@ class LocalBackend:
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Return bytes of a file."""
-        with (self._root / key).open("rb", buffering=0) as f:
-            if start:
-                f.seek(start)
-            if length is None:
-                return f.read()
+        with open(self._root / key, "rb", buffering=0, opener=_open_at_once) as f:
+            about = os.fstat(f.fileno())
+            if not stat.S_ISREG(about.st_mode):  # a link to a device has no end
+                raise OSError(errno.EINVAL, "not a regular file", str(self._root / key))
+            left = max(0, about.st_size - start)
+            left = left if length is None else min(length, left)
+            f.seek(start)
             parts = []
-            while length and (part := f.read(length)):  # a raw read may be short
+            while left and (part := f.read(left)):  # a raw read may be short
                 parts.append(part)
-                length -= len(part)
+                left -= len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def size(self, key: str) -> int | None:
@@ -134,8 +137,8 @@ class LocalBackend:
             for name in files:
                 path = Path(folder) / name
                 with contextlib.suppress(FileNotFoundError):  # removed by somebody else meanwhile
-                    stat = path.stat()
-                    out.append(Entry(path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime))
+                    about = path.stat()
+                    out.append(Entry(path.relative_to(self._root).as_posix(), about.st_size, about.st_mtime))
         return sorted(out)
 
     def remove(self, key: str) -> None:
@@ -198,6 +201,11 @@ class LocalFile:
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting: opening a pipe would wait for a writer."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _is_leftover(name: str) -> bool:

@@ -15,8 +15,10 @@ from typing import Any
 from hsformat.contract import SPEC_VERSION, Contract, parse_contract
 from hsformat.problems import Problem, StoreError, problem
 from hsformat.store.backend import Backend, Source
+from hsformat.strict_json import parse_json
 
 __all__ = [
+    "MAX_JSON_BYTES",
     "SEGMENTS",
     "ensure_segments",
     "group_json",
@@ -24,12 +26,16 @@ __all__ = [
     "is_segment_name",
     "json_object",
     "load_contract",
+    "read_json",
     "root_attribute",
     "segment_names",
     "segments_group_problems",
 ]
 
 SEGMENTS = "segments"
+
+MAX_JSON_BYTES = 2**24
+"""Of a ``zarr.json`` (rules S-1, S-8, G-1, G-7): parsed, JSON takes up to thirty times its bytes."""
 _SEGMENT_NAME = re.compile(r"([0-9a-z]{1,32})-(0|[1-9][0-9]{0,14})\Z")
 
 
@@ -62,7 +68,7 @@ def segments_group_problems(source: Source) -> list[Problem]:
     """Return HS504 where ``segments/zarr.json`` is no Zarr group: other Zarr readers then see no segment."""
     key = f"{SEGMENTS}/zarr.json"
     try:
-        data = json_object(source.read(key))
+        data = read_json(source, key)
     except FileNotFoundError:
         return []
     except OSError as e:
@@ -105,13 +111,12 @@ def load_contract(backend: Backend) -> tuple[Contract, list[Problem]]:
         if state != "folder":
             got = {"absent": "nothing", "empty": "an empty folder", "file": "a file"}[state]
             raise _no_store(where, got)
-        raw = backend.read("zarr.json")
+        data = read_json(backend, "zarr.json")
     except FileNotFoundError as e:
         raise _no_store(where, "a folder without zarr.json") from e
     except OSError as e:
         raise _no_store(where, f"cannot be read: {e.strerror or e}") from e
     where = f"{where}/zarr.json"
-    data = json_object(raw)
     if isinstance(data, str):
         raise _no_store(where, data)
     if data.get("zarr_format") != 3 or data.get("node_type") != "group":
@@ -161,10 +166,23 @@ def _no_store(where: str, got: str) -> StoreError:
     return StoreError(problem("HS501", where=where, got=got, expected="an hsformat store"))
 
 
+def read_json(source: Source, key: str) -> dict[str, Any] | str:
+    """Return the JSON object of a file, or what is there instead; a larger file than is allowed is not read whole.
+
+    Raises
+    ------
+    OSError
+        It cannot be read.
+    """
+    return json_object(source.read(key, 0, MAX_JSON_BYTES + 1))
+
+
 def json_object(raw: bytes) -> dict[str, Any] | str:
     """Return the JSON object in ``raw``, or what is there instead."""
+    if len(raw) > MAX_JSON_BYTES:
+        return f"more than {MAX_JSON_BYTES} bytes"
     try:
-        data = json.loads(raw.decode())
+        data = parse_json(raw.decode())
     except UnicodeDecodeError as e:
         return f"not UTF-8 at byte {e.start}"
     except json.JSONDecodeError as e:

@@ -17,13 +17,16 @@ import numpy.typing as npt
 from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import ArraySpec, Encoding
 from hsformat.store.backend import Bytes, Part, Source, open_object
-from hsformat.store.codec import CRC_BYTES, DamagedChunk, crc32c, crc32c_frozen, decode_chunk
-from hsformat.store.shards import index_bytes, parse_index
+from hsformat.store.codec import CRC_BYTES, DamagedChunk, crc32c, crc32c_frozen, decode_chunk, index_bytes
+from hsformat.store.shards import parse_index
 
 __all__ = ["NativeArray"]
 
 _BLOCK = 512 * 1024
 """Bytes that are read in one call and then summed, while a core's cache has them; or one chunk."""
+
+_DECODED = 16 * 1024 * 1024
+"""Bytes that one block is decoded to, or one chunk: compressed ones may be as small as somebody liked."""
 
 _RUN = 8 * 1024 * 1024
 """Bytes that are read in one call where nothing is computed of them."""
@@ -135,8 +138,8 @@ class NativeArray:
         encoded, decoded = np.empty(_BLOCK, np.uint8), np.empty(0, np.uint8)
         chunk = 0
         while chunk < n:
-            last = chunk
-            while last + 1 < n and self._starts[last + 1] + self._lengths[last + 1] - at <= _BLOCK:
+            last, most = chunk, chunk + max(1, _DECODED // self._chunk_bytes)
+            while last + 1 < min(n, most) and self._starts[last + 1] + self._lengths[last + 1] - at <= _BLOCK:
                 last += 1
             end = self._starts[last] + self._lengths[last]
             if end - at > len(encoded):

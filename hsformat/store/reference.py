@@ -18,8 +18,8 @@ from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import ArraySpec, Encoding
 from hsformat.store.arrays import metadata
 from hsformat.store.backend import Source
-from hsformat.store.codec import DamagedChunk
-from hsformat.store.shards import index_bytes, parse_index
+from hsformat.store.codec import DamagedChunk, index_bytes
+from hsformat.store.shards import parse_index
 from hsformat.zarr_dtype import BFloat16  # noqa: F401 - registers it
 
 if TYPE_CHECKING:
@@ -46,11 +46,22 @@ class ReferenceArray:
     def read(self, rows: slice, *, verify: bool = True) -> npt.NDArray[Any]:
         """Return rows; zarr-python always verifies."""
         try:
-            return np.asarray(self._array[rows])
+            return _selected(self._array, rows)
         except StoreError:
             raise
         except _DAMAGED as e:
             raise DamagedChunk(str(e).partition("\n")[0] or type(e).__name__) from e
+
+
+def _selected(array: zarr.Array[Any], rows: slice) -> npt.NDArray[Any]:
+    """Return rows of an array, or raise what went wrong by itself: zarr 3.4 raises it in a group."""
+    try:
+        return np.asarray(array[rows])
+    except ExceptionGroup as group:
+        first: Exception = group
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        raise first from group
 
 
 class ArrayFiles(Store):
@@ -104,7 +115,10 @@ class ArrayFiles(Store):
         start, length = _span(byte_range, size := self._size(key))
         if self._index and (start, length) == (size - len(self._index), len(self._index)):
             return prototype.buffer.from_bytes(self._index)
-        data = await asyncio.to_thread(self._source.read, f"{self._prefix}/{key}", start, length)
+        try:
+            data = await asyncio.to_thread(self._source.read, f"{self._prefix}/{key}", start, length)
+        except FileNotFoundError as e:  # zarr 3.4 takes it for a shard that was never written, and shows fill values
+            raise self._error("HS503", f"{key} is gone", "the file that was there a moment ago") from e
         if len(data) != length or not length:  # zarr takes no bytes for no chunk
             raise self._error("HS505", f"{len(data)} bytes at {start} of {key}", f"{max(1, length)} bytes")
         return prototype.buffer.from_bytes(data)

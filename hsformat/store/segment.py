@@ -14,11 +14,12 @@ from hsformat.contract import Contract
 from hsformat.digests import checksum
 from hsformat.problems import Problem, StoreError, problem
 from hsformat.record import Record
-from hsformat.store.array_json import ArraySpec, Encoding, check_array_json
+from hsformat.store.array_json import ArraySpec, Encoding, check_array_json, check_length, check_small_arrays
 from hsformat.store.arrays import chunk_rows, metadata
 from hsformat.store.backend import Bytes, Source
 from hsformat.store.codec import Codec, DamagedChunk
 from hsformat.store.commit import CommitRecord
+from hsformat.store.metadata import MAX_JSON_BYTES
 from hsformat.store.native import NativeArray
 from hsformat.store.verify import file_problems
 
@@ -57,6 +58,7 @@ class SegmentReader:
         self._source, self._contract, self.commit = source, contract, commit
         self._decoder, self._verify = decoder, verify
         self._specs = commit.array_specs(contract)
+        self._too_large = check_small_arrays(self._specs.values(), where=f"{source.location}/{commit.prefix}")
         self._opened: dict[str, _Rows] = {}
         self._small: dict[str, npt.NDArray[Any]] = {}
         self._windows: dict[str, tuple[int, npt.NDArray[Any]]] = {}
@@ -154,6 +156,10 @@ class SegmentReader:
         except StoreError as e:
             return None, e.problems
 
+    def size_problems(self) -> list[Problem]:
+        """Return HS507 where the arrays that are read whole are larger together than is allowed (rule G-7)."""
+        return self._too_large
+
     @property
     def array_names(self) -> tuple[str, ...]:
         """The arrays that the segment has by its contract and commit record."""
@@ -177,8 +183,12 @@ class SegmentReader:
         files = [k for k in self.commit.files if k.startswith(f"{name}/")]
         if found := list(file_problems(self._source, self.commit, keys=files)):
             raise StoreError(found)
+        if self._too_large and spec.axis != "state":
+            raise StoreError(self._too_large)
         encoding = self._usual(spec, entry.checksum) or self._encoding(spec, prefix, entry.checksum)
         sizes = {k.removeprefix(f"{name}/"): self.commit.files[k].size for k in files}
+        if found := check_length(spec, encoding, sizes.get(spec.file, 0), where=where):
+            raise StoreError(found)
         if self._decoder == "native":
             return NativeArray(self._source, prefix, spec, encoding, sizes)
         from hsformat.store.reference import ReferenceArray
@@ -195,8 +205,9 @@ class SegmentReader:
         return None
 
     def _encoding(self, spec: ArraySpec, prefix: str, expected: str) -> Encoding:
-        where, raw = f"{self._source.location}/{prefix}", self._source.read(f"{prefix}/zarr.json")
-        if (actual := checksum(raw)) != expected:
+        where = f"{self._source.location}/{prefix}"
+        raw = self._source.read(f"{prefix}/zarr.json", 0, MAX_JSON_BYTES + 1)
+        if len(raw) <= MAX_JSON_BYTES and (actual := checksum(raw)) != expected:
             raise StoreError(problem("HS504", where=f"{where}/zarr.json", got=actual, expected=expected))
         encoding, problems = check_array_json(raw, spec, where=where)
         if problems:

@@ -19,15 +19,10 @@ from hsformat.problems import Problem, problem
 from hsformat.store.backend import Bytes, Sink
 from hsformat.store.codec import CRC_BYTES, Codec, DamagedChunk, check_crc, crc32c, encode_chunk
 
-__all__ = ["ShardWriter", "encode_shard", "index_bytes", "padding", "parse_index"]
+__all__ = ["ShardWriter", "encode_shard", "padding", "parse_index"]
 
 _ABSENT = 2**64 - 1
 """Offset or length in the index of a chunk that is not stored."""
-
-
-def index_bytes(chunks: int) -> int:
-    """Return the length of the index of a shard of so many chunks."""
-    return 16 * chunks + CRC_BYTES
 
 
 def parse_index(data: Bytes, *, chunks: int, size: int, where: str) -> tuple[npt.NDArray[np.int64], list[Problem]]:
@@ -36,7 +31,7 @@ def parse_index(data: Bytes, *, chunks: int, size: int, where: str) -> tuple[npt
     Parameters
     ----------
     data
-        The last :func:`index_bytes` bytes of the shard.
+        The last :func:`~hsformat.store.codec.index_bytes` bytes of the shard.
     size
         Of the shard, in bytes.
 

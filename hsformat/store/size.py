@@ -39,6 +39,7 @@ __all__ = [
     "likely_bytes",
     "record_bytes",
     "segment_size",
+    "small_bytes",
     "state_bytes",
 ]
 
@@ -104,9 +105,14 @@ def record_bytes(dimensions: Dimensions, *, tokens: int, states: int, positions:
 
 
 def fits(dimensions: Dimensions, totals: Totals, *, segment_bytes: int) -> bool:
-    """Return whether records of these sums may be one segment: all together, and each small array in its one chunk."""
-    small = (s for s in totals.specs(dimensions, positions=True).values() if not s.sharded)
-    return totals.nbytes <= segment_bytes and all(s.nbytes <= MAX_CHUNK_BYTES for s in small)
+    """Return whether records of these sums may be one segment: all together, and all arrays but the states."""
+    return totals.nbytes <= segment_bytes and small_bytes(dimensions, totals) <= MAX_CHUNK_BYTES
+
+
+def small_bytes(dimensions: Dimensions, totals: Totals) -> int:
+    """Return the bytes of all arrays but the states, of which a segment has a bound (rule G-7)."""
+    specs = totals.specs(dimensions, positions=True).values()
+    return sum(s.nbytes for s in specs if s.axis != "state")
 
 
 def least_bytes(dimensions: Dimensions, *, tokens: int, states: int) -> int:

@@ -8,6 +8,7 @@ for a record or a commit but never cut one in half; whatever is asked next waits
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import time
@@ -33,7 +34,7 @@ from hsformat.store.building import Building
 from hsformat.store.commit import CommitRecord, load_commit
 from hsformat.store.encoder import Encoder, default_threads
 from hsformat.store.metadata import SEGMENTS
-from hsformat.store.pending import Pending, Row, make_row
+from hsformat.store.pending import MAX_PRODUCER_BYTES, Pending, Row, make_row
 
 __all__ = ["COMMIT_SECONDS", "SEGMENT_BYTES", "Writer"]
 
@@ -96,7 +97,7 @@ class Writer:
         self._name = f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}"
         self._n = 0
         self._done = _Done()
-        self._pending = Pending(contract, segment_bytes=segment_bytes)
+        self._pending = Pending(contract, segment_bytes=segment_bytes, chunk_tokens=chunk_tokens)
         self._building: Building | None = None
         self._began = 0.0
         self._sources = {i: s for c in commits for i, s in zip(c.ids, c.source_digests, strict=True)}
@@ -110,12 +111,14 @@ class Writer:
 
     @property
     def producer(self) -> Mapping[str, Any] | None:
-        """Recorded in the segments committed from now on. Setting what is no JSON is a ValueError."""
+        """Recorded in the segments committed from now on. Setting what is no JSON, or over 1 MiB, is a ValueError."""
         return self._producer
 
     @producer.setter
     def producer(self, value: Mapping[str, Any] | None) -> None:
         canonical_json(value)
+        if (size := len(json.dumps(value))) > MAX_PRODUCER_BYTES:
+            raise ValueError(f"a producer of {size} bytes as JSON; at most {MAX_PRODUCER_BYTES}")
         self._producer = value
 
     @property
@@ -167,7 +170,7 @@ class Writer:
         InvalidRecord
             All problems of the record, HS107 if its id is known. The writer goes on working.
         StoreError
-            HS506 (error): the segment could not be written.
+            HS506 (error): the segment could not be written. HS501: the record is more than a segment may hold.
         """
         if not isinstance(record, Record):
             raise TypeError(f"what is appended is a Record, not {type(record).__name__}")
@@ -188,6 +191,11 @@ class Writer:
         if _errors(problems):
             raise InvalidRecord(problems)
         row = make_row(self.contract, record, stats)
+        if excess := self._pending.excess(row):
+            where, expected = f"record {record.id!r}", "what one segment may hold (docs/spec/1.0.md, rules G-1 and G-7)"
+            raise StoreError(
+                problem("HS501", where=where, got=excess, expected=expected, fix="store shorter records", record=row.id)
+            )
         self._do(lambda: self._add(row, record.hidden))
         return problems
 

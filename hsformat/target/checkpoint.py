@@ -8,7 +8,6 @@ offsets cover without gap or overlap (https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import struct
 from collections import Counter
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from hsformat.digests import digest_json
 from hsformat.problems import ForeignFileError, Problem, problem
+from hsformat.strict_json import parse_json
 from hsformat.target.jsonfiles import corrupt, read_object
 
 __all__ = [
@@ -141,7 +141,7 @@ def read_header(path: Path) -> list[TensorInfo]:
         missing = f"{size} bytes: {8 + length - size} bytes of the header are missing"
         raise corrupt(str(path), missing, f"a header of {length} bytes")
     try:
-        header = json.loads(raw.decode("utf-8"))
+        header = parse_json(raw.decode("utf-8"))
     except (ValueError, RecursionError) as e:
         raise corrupt(f"{path}: header", e, "JSON") from e
     if not isinstance(header, dict):

@@ -96,7 +96,12 @@ def _rope(
     before = len(problems)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = rule.kinds.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in KINDS:
+    if sections := sorted(k for k in parameters if k.startswith("mrope")):
+        # Transformers 5 calls the kind "default"; the keys say that a position is three numbers (SpecForge#310).
+        got, expected = f"{sections[0]}: positions of several dimensions", "one position a token (rule C-8)"
+        fix = "use a target without M-RoPE; this version of the format has no positions for it"
+        problems.append(problem("HS603", where=f"{where}: {sections[0]}", got=got, expected=expected, fix=fix))
+    elif kind not in KINDS:
         problems.append(_problem(f"{where}: rope_type", repr(kind), f"one of {', '.join(KINDS)}"))
     inner, outer = parameters.get("rope_theta"), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer and layers != "sliding_attention":

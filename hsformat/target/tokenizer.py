@@ -8,7 +8,7 @@ from typing import Any
 
 from hsformat.digests import canonical_json, digest_bytes
 from hsformat.problems import ForeignFileError, problem
-from hsformat.target.jsonfiles import corrupt, read_object, read_text
+from hsformat.target.jsonfiles import corrupt, read_bytes, read_object, read_text
 
 __all__ = ["chat_template", "tokenizer_digest"]
 
@@ -33,10 +33,10 @@ def tokenizer_digest(folder: Path) -> str:
     if (path := folder / "tokenizer.json").exists():
         return digest_bytes((_canonical(path, _semantic(read_object(path))),))
     if (path := folder / "tokenizer.model").exists():
-        return digest_bytes((_bytes(path),))
+        return digest_bytes((read_bytes(path),))
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if vocab.exists() and merges.exists():
-        return digest_bytes((_canonical(vocab, read_object(vocab)), b"\0", _bytes(merges)))
+        return digest_bytes((_canonical(vocab, read_object(vocab)), b"\0", read_bytes(merges)))
     raise corrupt(
         str(folder), "no tokenizer", "tokenizer.json, tokenizer.model, or vocab.json and merges.txt",
         "put the tokenizer's files beside the weights",
@@ -97,10 +97,3 @@ def _canonical(path: Path, value: Any) -> bytes:
         return canonical_json(value)
     except ValueError as e:
         raise corrupt(str(path), e, "text and numbers that canonical JSON (RFC 8785) can write") from e
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as e:
-        raise corrupt(str(path), e.strerror or type(e).__name__, "a readable file") from e

@@ -115,6 +115,7 @@ INVALID_CONTRACTS: tuple[tuple[str, str, str, Any], ...] = (
     ("C-10", "fields.0.axis", "fields", [{**FIELD, "axis": "layer"}]),
     ("C-10", "fields.0.dtype", "fields", [{**FIELD, "dtype": "uint16"}]),
     ("C-10", "fields.0.shape.0", "fields", [{**FIELD, "shape": [0]}]),
+    ("C-10", "fields.0.shape", "fields", [{**FIELD, "shape": [1] * 31}]),
     ("C-12", "tokenizer_digest", "tokenizer_digest", "md5:00"),
     ("C-12", "target.basis_digest", "target.basis_digest", digest("A")),
     ("C-12", "target.config_digest", "target.config_digest", f"{digest('1')}\n"),

@@ -56,6 +56,9 @@ class SegmentCheck:
                 code = "HS109" if name.startswith(("hidden/", "fields/")) else "HS503"
                 got, expected = "not in the commit record", "every array of the contract"
                 yield problem(code, where=f"{self._where}/{name}", got=got, expected=expected)
+        if too_large := self._reader.size_problems():
+            yield from too_large
+            self.unreadable.update(name for name in self._names if not name.startswith("hidden/"))
         for rid, t, s, p in zip(commit.ids, commit.tokens, commit.states, commit.provenance_index, strict=True):
             generated = commit.provenance[p].generation.mode != "none"
             if s != t and not (generated and s == t - 1):
@@ -134,7 +137,8 @@ class SegmentCheck:
     def _states(self, key: str, rows: Sequence[int]) -> Iterator[Problem]:
         commit, name = self.commit, f"hidden/{key}"
         capture = self._contract.capture(key)
-        chunk = max(1, READ_BYTES // (self._contract.target.hidden_size * 4) // 256) * 256
+        chunk = max(1, READ_BYTES // (self._contract.target.hidden_size * 4))
+        chunk -= chunk % 256 if chunk > 256 else 0  # whole chunks, of the sizes that writers use
         ends = commit.state_starts[1:]
         for first, last in _runs(rows):
             row, scan = first, StateScan(capture, commit.ids[first], norms=False)

@@ -35,6 +35,10 @@ def edit_root(store: Path, edit: Callable[[dict[str, Any]], None], *, digest: bo
     write_json(store / "zarr.json", data)
 
 
+def rewrite_text(path: Path, edit: Callable[[str], str]) -> None:
+    path.write_text(edit(path.read_text()))
+
+
 def segment(store: Path) -> Path:
     return sorted((store / "segments").glob("*-0"))[0]
 

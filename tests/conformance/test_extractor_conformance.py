@@ -19,6 +19,8 @@ from hsformat.testing import ExtractorConformance
 from hsformat.testing._harness import GIVEN
 from hsformat_extractors.transformers import TransformersExtractor
 
+pytestmark = pytest.mark.needs("torch")
+
 TINY_LLAMA = Path(__file__).parents[1] / "data" / "tiny-llama"
 SAMPLED = Generation(mode="sampled", max_new_tokens=6, temperature=1.0, seed=7)
 

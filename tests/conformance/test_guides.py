@@ -12,7 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
-    pytest.param(m[1], m[0], id=f"{path.stem}-{m[1]}")
+    pytest.param(
+        m[1],
+        m[0],
+        id=f"{path.stem}-{m[1]}",
+        marks=[pytest.mark.needs("torch")] if "hsformat_extractors" in m[0] else [],
+    )
     for path in sorted((ROOT / "docs/guides").glob("*.md"))
     for m in re.finditer(r"(?<=^```python\n)# (test_\w+\.py)\n.*?(?=^```)", path.read_text("utf-8"), re.M | re.S)
 ]

@@ -30,7 +30,7 @@ from hsformat.cli.reference import cli_commands, cli_options
 from hsformat.problems import CODES
 from hsformat.spec.__main__ import documents
 from hsformat.spec.v1_0 import rules
-from hsformat.store import arrays, commit, metadata
+from hsformat.store import array_json, arrays, codec, commit, metadata
 from hsformat.target import describe
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,11 @@ def nullable(model: type[BaseModel], name: str) -> bool:
 
 @pytest.mark.parametrize("path", documents(), ids=str)
 def test_generated_documents_are_the_committed_ones(path):
-    assert (ROOT / path).read_text("utf-8") == documents()[path], "run make docs"
+    written, generated = (ROOT / path).read_text("utf-8"), documents()[path]
+    if path.suffix == ".json":  # pydantic 2.9 writes 0.0 for 0
+        assert json.loads(written) == json.loads(generated), "run make docs"
+    else:
+        assert written == generated, "run make docs"
 
 
 def test_nothing_stale_lies_among_the_generated_cases():
@@ -185,6 +189,11 @@ def test_numbers_of_the_rules_are_those_of_the_code():
     assert "100 z <= S" in rule_text("R-11")
     assert arrays.MAX_CHUNK_BYTES == 2**31 - 17
     assert "2^31 - 17" in rule_text("G-7")
+    assert metadata.MAX_JSON_BYTES == array_json.MAX_CHUNKS == 2**24
+    assert "2^24 bytes" in rule_text("S-1")
+    assert "2^24 of them" in rule_text("G-7")
+    longest = {c: codec.longest_chunk(0, c) for c in ("compact", "fast")}
+    assert f"{longest['compact']} bytes for each (without `blosc` {longest['fast']})" in rule_text("G-13")
     assert "it SHOULD be {} to {}".format(*arrays._STATE_ROWS) in rule_text("G-7")
     assert f"of others {arrays._TOKEN_ROWS:,}" in rule_text("G-7")
     assert f"`{digests.checksum(b'')}`" in SPEC

@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import hsformat as hs
 from hsformat.cli.commands import app
 from hsformat.cli.output import guarded
+
+pytestmark = pytest.mark.needs("torch")
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 WORDS = ("apples", "pears", "cranberries", "float", "hold", "air", "stones", "do not", "iron sinks")

@@ -12,7 +12,7 @@ def where(mask: list[int], step: int, rule: str) -> list[int]:
     return np.flatnonzero(supervised(np.array(mask), step, rule=rule)).tolist()
 
 
-def test_loss_mask_shifted_with_ids_and_target():  # SpecForge#885
+def test_loss_mask_shifted_with_ids_and_target():  # SpecForge#885, PR#895
     mask = [0, 0, 0, 1, 1, 0]  # assistant span [3, 5) of T = 6
     assert where(mask, 0, "input") == [2, 3]
     assert where(mask, 0, "serving") == [2]
@@ -20,7 +20,7 @@ def test_loss_mask_shifted_with_ids_and_target():  # SpecForge#885
     assert where(mask, 0, "feature") == [3]
 
 
-def test_no_loss_on_the_padded_target():  # EAGLE#317: the left shift pads the last place, the mask stayed 1
+def test_no_loss_on_the_padded_target():  # SafeAILab/EAGLE#317, PR#341, #325: the left shift pads the last place
     ids = np.array([201, 202, 203, 204, 205])
     view = step_view(len(ids), 0)
     assert ids[view.target].tolist() == [203, 204, 205]
@@ -47,6 +47,7 @@ def test_last_state_row_is_never_needed():
             assert view.feature.stop <= max(tokens - 1, 0)
 
 
+@pytest.mark.needs("torch")
 def test_torch_and_numpy_agree():
     import torch
 

@@ -41,6 +41,12 @@ def test_mask_5147_for_4095_states():  # the seed fault
     assert "4095" in p.expected
 
 
+@pytest.mark.parametrize("shape", [(3, 7), (3, 6), (1, 7), (7, 1), (7, 3), (6,), (8,), ()])
+def test_positions_are_one_a_token(shape):  # sglang PR#34154, vllm PR#10388, speculators PR#733: M-RoPE's [3, T]
+    (p,) = check(tiny_record(C, position_ids=np.zeros(shape, np.int64)))
+    assert (p.code, p.got, p.expected) == ("HS106", f"shape {list(shape)}", "[7]")
+
+
 def test_states_100_mask_120_is_never_sliced():  # speculators PR#871
     (p,) = check(tiny_record(C, tokens=100, loss_mask=np.ones(120, np.uint8)))
     assert p.code == "HS101"
@@ -221,6 +227,7 @@ def test_captures_without_names(hidden):  # speculators#705: slots have names
     assert [p.code for p in e.value.problems] == ["HS109"]
 
 
+@pytest.mark.needs("torch")
 def test_masked_and_sparse_arrays():
     import torch
 

@@ -129,6 +129,23 @@ def test_one_nan_record_is_quarantined_and_99_are_committed(out):  # SpecForge#1
     assert (report.written, report.skipped, report.quarantine_path) == (1, 99, None)
 
 
+def test_the_quarantine_quotes_single_tokens_and_no_text(out):
+    """SECURITY.md says so: a long conversation leaves one id and two numbers there."""
+    long = TokenSample(id="s", input_ids=np.arange(4000, dtype=np.int32) % 97, loss_mask=np.ones(4000, np.uint8))
+
+    class Other(Fake):
+        def one(self, s):
+            ids = s.input_ids.copy()
+            ids[3000] = 98
+            return answer(s, input_ids=ids)
+
+    report = run(Other(), [long], out)
+    text = report.quarantine_path.read_text()
+    assert dict(report.quarantined) == {"HS206": 1}
+    assert len(text) < 1000
+    assert "3000" in text
+
+
 def test_engine_that_returns_32_of_70(out):  # speculators PR#365
     class Lossy(Fake):
         def one(self, s):

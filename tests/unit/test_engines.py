@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from hsformat.engines import ENGINES, capture_of, describe_capture, engine_number, numbering_row
 from hsformat.problems import ResolveError
@@ -87,8 +85,12 @@ def test_what_an_id_means_may_depend_on_its_list():  # sglang PR#25454
     assert [p.code for p in e.value.problems] == ["HS304"]
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize(("model_type", "architecture"), [*zip(("llama", "qwen2", "qwen3"), LLAMA_RULE, strict=True)])
 def test_transformers_row_against_the_model_itself(model_type, architecture):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type, num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=2,

@@ -19,6 +19,8 @@ from hsformat.record import Record, TokenSample
 from hsformat_extractors._batching import Forward, batches, windows
 from hsformat_extractors.transformers import TransformersExtractor
 
+pytestmark = pytest.mark.needs("torch")
+
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Mean relative error of a row after 4 layers: float32 sums in another order in another batch shape (about 1e-6 seen);
 bfloat16 rounds to 8 bits some ten times a layer."""

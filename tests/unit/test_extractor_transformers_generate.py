@@ -17,6 +17,8 @@ from hsformat.record import Generation, TokenSample
 from hsformat_extractors._generate import _SampleNoise, prompt_width
 from hsformat_extractors.transformers import TransformersExtractor
 
+pytestmark = pytest.mark.needs("torch")
+
 GREEDY = Generation(mode="greedy", max_new_tokens=12)
 SAMPLED = Generation(mode="sampled", max_new_tokens=12, temperature=1.0, top_p=0.9, top_k=50, seed=7)
 
@@ -64,6 +66,7 @@ def test_greedy_answers_are_those_of_the_plain_model(tmp_path, family):
 
 
 def test_exactly_the_generated_tokens_are_supervised_and_have_states(llama):
+    """speculators PR#729, #774, #794: the mask is the prompt's length, not a search in rendered text."""
     for sample in (samples := prompts(4, 9)):
         record = run(llama, samples, GREEDY)[sample.id]
         n = len(record.input_ids)

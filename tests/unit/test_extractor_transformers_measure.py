@@ -26,6 +26,8 @@ from hsformat_extractors._load import load_model
 from hsformat_extractors._measure import measure
 from hsformat_extractors.transformers import TransformersExtractor
 
+pytestmark = pytest.mark.needs("torch")
+
 TOKENIZER = Path(__file__).parents[1] / "data" / "tiny-llama"
 MODEL_TYPES = {"gemma3": "gemma3_text"}
 PLAIN = {"embedding_scale": 1.0, "head_scale": 1.0, "softcap": None}

@@ -16,6 +16,8 @@ from hsformat_extractors._capture import Capturer
 from hsformat_extractors._probe import last_convention
 from hsformat_extractors.transformers import TransformersExtractor
 
+pytestmark = pytest.mark.needs("torch")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
@@ -98,7 +100,7 @@ def test_a_hook_that_is_off_by_one_layer_is_caught(models, family, monkeypatch):
     assert load_codes(request_for(models(family), "d1", "d3")) == ["HS204", "HS204"]
 
 
-def test_a_module_that_does_not_run_is_a_missing_capture(models, monkeypatch):  # SpecForge#32226
+def test_a_module_that_does_not_run_is_a_missing_capture(models, monkeypatch):  # sglang#32226, PR#32334
     monkeypatch.setattr(Capturer, "_keep", lambda *_: None)
     assert load_codes(request_for(models("llama"), "d2")) == ["HS109"]
 

@@ -78,7 +78,7 @@ def test_ids_and_mask_exceed_max_length_on_the_tag_path(run):  # speculators PR#
     assert preparation.summary.truncated == 2
 
 
-def test_no_trainable_tokens_after_truncation(run):  # trl PR#6025
+def test_no_trainable_tokens_after_truncation(run):  # trl PR#6025, PR#3930
     preparation, samples = run(chat("word " * 200, "ok"), chat("hi", "ok"), max_length=64)
     assert len(samples) == 1
     assert preparation.summary.dropped == {"no-supervision-after-truncation": 1}
@@ -160,7 +160,7 @@ def test_nothing_is_read_ahead(tmp_path, tok):
     assert preparation.summary.rows == 1
 
 
-def test_source_digest_follows_length_template_tokenizer_and_data(run):  # SpecForge PR#115
+def test_source_digest_follows_length_template_tokenizer_and_data(run):  # SpecForge PR#115, Soup#1067
     def digest(**changes: Any) -> str:
         tokenizer = load_tokenizer(TINY)
         tokenizer.chat_template = changes.pop("template", CHATML)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import BatchEncoding
 
 from hsformat.digests import digest_bytes
@@ -81,7 +80,7 @@ def refused(tok: Any, conversation: Conversation) -> Problem:
 
 
 @pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM])
-def test_mask_all_zeros_for_stock_templates(template):  # transformers#34172
+def test_mask_all_zeros_for_stock_templates(template):  # transformers#34172, marin#7237
     assert spans(tokenizer(template), talk("hi", "yes \n", "and", "no")) == ["yes \n<|im_end|>", "no<|im_end|>"]
 
 
@@ -267,6 +266,12 @@ def test_slow_tokenizer_is_rendered_turn_by_turn():
 # -- tokenizers
 
 
+def tensor(ids: list[Any]) -> Any:
+    import torch
+
+    return torch.tensor(ids)
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -274,12 +279,12 @@ def test_slow_tokenizer_is_rendered_turn_by_turn():
         lambda ids: [ids],
         lambda ids: {"input_ids": ids, "attention_mask": [1] * len(ids)},
         lambda ids: BatchEncoding({"input_ids": [ids], "attention_mask": [[1] * len(ids)]}),
-        lambda ids: torch.tensor([ids]),
-        lambda ids: BatchEncoding({"input_ids": torch.tensor([ids])}),
+        pytest.param(lambda ids: tensor([ids]), marks=pytest.mark.needs("torch")),
+        pytest.param(lambda ids: BatchEncoding({"input_ids": tensor([ids])}), marks=pytest.mark.needs("torch")),
         np.array,
     ],
 )
-def test_dump_skips_every_conversation_on_newer_transformers(wrap):  # NVIDIA/Model-Optimizer PR#2172
+def test_dump_skips_every_conversation_on_newer_transformers(wrap):  # Model-Optimizer PR#2172
     class Wrapping:
         def __init__(self) -> None:
             self.tok = tokenizer(CHATML)

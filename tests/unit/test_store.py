@@ -293,7 +293,7 @@ def test_offsets_beyond_32_bits(tmp_path: Path) -> None:  # datasets#7821
     assert np.asarray(zarr.open_array(zarr.storage.MemoryStore(buffers), mode="r")[:]).tolist() == offsets.tolist()
 
 
-def test_chunks_of_zeros_are_on_disk(tmp_path: Path) -> None:  # zarr-python#2060
+def test_chunks_of_zeros_are_on_disk(tmp_path: Path) -> None:  # zarr-python#2060, #2611, xarray#10633
     contract = tiny_contract(fields=FIELDS)
     zeros = {"logprob": np.full(7, -0.0, np.float32), "top": np.zeros((7, 3), BFLOAT16)}
     record = tiny_record(contract, fields={**tiny_record(contract).fields, **zeros})

@@ -67,7 +67,7 @@ def refused(action: Callable[[], Any]) -> list[tuple[str, str | None]]:
 
 @each_codec
 @pytest.mark.parametrize("name", ["hidden/d2/c/0/0", "loss_mask/c/0", "hidden/d2/zarr.json"])
-def test_missing_file_is_never_zeros(path: Path, name: str) -> None:  # zarr-python#486
+def test_missing_file_is_never_zeros(path: Path, name: str) -> None:  # zarr-python#486, #587, xarray#9701
     (segment(path) / name).unlink()
     store = hs.open(path)
     assert refused(lambda: store["r1"]) == [("HS503", "r1")]
@@ -91,7 +91,7 @@ def test_cut_or_grown_file(path: Path, keep: float) -> None:  # zarrs-python#185
 
 
 @each_codec
-def test_flipped_byte_names_the_record(path: Path) -> None:  # zarr-python#52, numcodecs#610
+def test_flipped_byte_names_the_record(path: Path) -> None:  # zarr-python#52, numcodecs#610, zarr-specs PR#237
     shard = segment(path) / "hidden/d3/c/0/0"
     data = bytearray(shard.read_bytes())
     data[3] ^= 0x10  # in the first chunk: tokens 0..15, all of r0
@@ -469,7 +469,7 @@ def test_root_of_another_version_or_edited(path: Path, change: Callable[[Any], A
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
-def test_stale_consolidated_metadata_is_ignored(path: Path) -> None:  # Zarr.jl PR#342, arco-era5#81
+def test_stale_consolidated_metadata_is_ignored(path: Path) -> None:  # Zarr.jl PR#342, arco-era5#81, xarray#5878
     zarr.consolidate_metadata(str(path))
     with hs.append(path) as writer:
         writer.append(tiny_record(CONTRACT, "later"))

@@ -108,6 +108,22 @@ def test_unknown_rope_is_refused_not_replaced(rope, tmp_path):  # NeMo Automodel
 
 
 @pytest.mark.parametrize(
+    "rope",
+    [{"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope_theta": 1e6},
+     {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}, "rope_theta": 1e6},
+     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20]}},
+     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_interleaved": True}}],
+)  # fmt: skip
+def test_a_target_of_several_position_dimensions_is_never_taken_for_one_of_one(rope, tmp_path):
+    """SpecForge#310, SpecForge#352: a VLM's draft, trained at positions of text, is accepted about once."""
+    base = {k: v for k, v in PUBLISHED["qwen2"].items() if not k.startswith("rope")}
+    problems = []
+    normalise(read_config(write(tmp_path / "m", {**base, **rope})), problems=problems)
+    assert [p.code for p in problems] == ["HS603"]
+    assert "one position a token" in problems[0].expected
+
+
+@pytest.mark.parametrize(
     ("text", "place"),
     [("", "line 1"), ('{"a": [[', "column 9"), ("[]", ""), ("null", ""), ('{"a": NaN}', ""), ("{'a': 1}", "column 2"),
      ('{"a":' * 100_000, ""), ("\ufeff{}", "")],

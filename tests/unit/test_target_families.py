@@ -22,6 +22,8 @@ from hsformat.target.config import _usual_names, is_ignored
 from hsformat.target.families import WRAPPERS, family_defaults
 from hsformat.target.rope import ROPE_KEYS
 
+pytestmark = pytest.mark.needs("torch")
+
 N, H, V = 3, 16, 48
 SIZES = {
     "num_hidden_layers": N, "hidden_size": H, "vocab_size": V, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -99,7 +101,7 @@ def norm(x, kind, eps, weight, bias):
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, *WRAPPERS])
-def test_row_gives_the_models_own_logits_and_depth_0(model_type, tmp_path):  # speculators#1038, TorchSpec#169
+def test_row_gives_the_models_own_logits_and_depth_0(model_type, tmp_path):  # speculators PR#1038, TorchSpec#169
     model = tiny_model(model_type)
     seen = {}
     final_norm_module(model).register_forward_pre_hook(lambda _, args: seen.setdefault("last", args[0]))
