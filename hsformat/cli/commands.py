@@ -14,9 +14,12 @@ from hsformat.cli.engines import engines_app
 from hsformat.cli.estimate import estimate
 from hsformat.cli.explain import explain
 from hsformat.cli.extract import extract
+from hsformat.cli.gc import gc
 from hsformat.cli.info import info
 from hsformat.cli.layout import layout
+from hsformat.cli.merge import merge
 from hsformat.cli.probe import probe
+from hsformat.cli.repair import repair
 from hsformat.validate.command import validate
 
 __all__ = ["app"]
@@ -29,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (extract, estimate, validate, info, layout, explain):
+for command in (extract, estimate, validate, info, layout, merge, repair, gc, explain):
     app.command()(command)
 engines_app.command()(probe)
 app.add_typer(engines_app, name="engines")

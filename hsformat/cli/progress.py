@@ -1,4 +1,4 @@
-"""The progress bar of an extraction: records, tokens a second, bytes, time left.
+"""Progress bars: of an extraction (records, tokens a second, bytes, time left), and of bytes that are gone through.
 
 On a terminal a live bar on stderr; elsewhere (a batch log) a line every half minute. May import ``extraction``.
 """
@@ -11,12 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from hsformat.cli.output import human_bytes
 from hsformat.extraction.driver import ExtractionReport, Listener
 
-__all__ = ["extraction_progress"]
+__all__ = ["bytes_progress", "extraction_progress"]
 
 LINE_SECONDS = 30.0
 
@@ -43,6 +52,19 @@ def extraction_progress(rows: int, dropped: Callable[[], int]) -> Iterator[Liste
             bar.update(task, completed=_done(report) + dropped(), rate=_rate(report))
 
         yield show
+
+
+@contextmanager
+def bytes_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that is told bytes done and bytes in all; it is silent away from a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class _Lines:

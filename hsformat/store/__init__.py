@@ -14,11 +14,13 @@
 ``native``     decoding by ourselves             ``reference``  decoding by zarr-python
 ``verify``     comparing files and offsets with the commit record
 ``create``     create, append                    ``reader``  the store, open
+``content``    a digest of all records           ``salvage`` what is left of a damaged segment
 ============== =====================================================================
 """
 
+from hsformat.store.content import content_digest
 from hsformat.store.create import append, check_new, create, exists
 from hsformat.store.reader import Store, open
 from hsformat.store.writer import Writer
 
-__all__ = ["Store", "Writer", "append", "check_new", "create", "exists", "open"]
+__all__ = ["Store", "Writer", "append", "check_new", "content_digest", "create", "exists", "open"]

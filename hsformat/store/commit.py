@@ -31,9 +31,11 @@ __all__ = [
     "CommitRecord",
     "FileEntry",
     "Files",
+    "Segments",
     "commit_members",
     "load_commit",
     "load_commits",
+    "load_segments",
     "replaced_note",
     "seal",
 ]
@@ -290,6 +292,19 @@ def load_commit(source: Source, name: str) -> tuple[CommitRecord | None, list[Pr
     return parsed.columns(), []
 
 
+class Segments(NamedTuple):
+    """All segment folders of a store, in order, with what :func:`load_commit` says; ``owners``: who replaces whom."""
+
+    found: dict[str, tuple[CommitRecord | None, list[Problem]]]
+    owners: dict[str, str]
+
+
+def load_segments(source: Source) -> Segments:
+    """Read the commit records of all segments, of replaced ones as well; one that is damaged replaces none."""
+    found = {name: load_commit(source, name) for name in segment_names(source)}
+    return Segments(found, {old: c.name for c, _ in found.values() if c is not None for old in c.replaces})
+
+
 def load_commits(source: Source) -> tuple[list[CommitRecord], list[Problem]]:
     """Read the commit records of all segments that exist: committed, and not replaced (rule S-9).
 
@@ -297,8 +312,7 @@ def load_commits(source: Source) -> tuple[list[CommitRecord], list[Problem]]:
     -------
     The records by writer and number, and what :func:`load_commit` says of other segments; of replaced ones, a note.
     """
-    found = {name: load_commit(source, name) for name in segment_names(source)}
-    owners = {old: c.name for c, _ in found.values() if c is not None for old in c.replaces}
+    found, owners = load_segments(source)
     commits, problems = [], []
     for name, (commit, about) in found.items():
         if name in owners:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +28,7 @@ __all__ = [
     "is_segment_name",
     "json_object",
     "load_contract",
+    "new_writer",
     "read_json",
     "root_attribute",
     "segment_names",
@@ -79,6 +82,11 @@ def segments_group_problems(source: Source) -> list[Problem]:
         data = "no Zarr v3 group"
     fix = "remove this file: the next writer makes it again"
     return [problem("HS504", where=f"{source.location}/{key}", got=data, expected="a Zarr v3 group", fix=fix)]
+
+
+def new_writer() -> str:
+    """Return a writer's name (rule S-3): sorts by time; the random half tells those of one millisecond apart."""
+    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}"
 
 
 def is_segment_name(name: str) -> bool:

@@ -220,7 +220,7 @@ class Store:
                         got=f"one in each of {owners}",
                         expected="one record of this id",
                         record=key,
-                        fix="read by number, or remove all segments of one writer and extract again what is missing",
+                        fix="read by number, or hsformat repair --dedupe, which keeps that of the older segment",
                     )
                 )
             i = self._rows[key]

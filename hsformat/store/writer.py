@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
@@ -33,7 +32,7 @@ from hsformat.store.backend import Backend
 from hsformat.store.building import Building
 from hsformat.store.commit import CommitRecord, load_commit
 from hsformat.store.encoder import Encoder, default_threads
-from hsformat.store.metadata import SEGMENTS
+from hsformat.store.metadata import SEGMENTS, new_writer
 from hsformat.store.pending import MAX_PRODUCER_BYTES, Pending, Row, make_row
 
 __all__ = ["COMMIT_SECONDS", "SEGMENT_BYTES", "Writer"]
@@ -93,8 +92,7 @@ class Writer:
         self.contract = contract
         self.producer = producer
         self._chunk_tokens, self._threads, self._commit_seconds = chunk_tokens, threads, commit_seconds
-        # Sorts by time of opening; the random half keeps writers apart that open in the same millisecond.
-        self._name = f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}"
+        self._name = new_writer()
         self._n = 0
         self._done = _Done()
         self._pending = Pending(contract, segment_bytes=segment_bytes, chunk_tokens=chunk_tokens)

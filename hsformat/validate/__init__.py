@@ -162,8 +162,7 @@ def _duplicates(source: Source, commit: CommitRecord, owners: dict[str, str]) ->
         if (owner := owners.setdefault(rid, name)) != name:
             place = f"{source.location}/{commit.prefix}: record {rid!r}"
             got, expected = f"an id that segment {owner} has, too", "one record of each id in a store"
-            writers = f"{owner.split('-')[0]}-* or {name.split('-')[0]}-*"
-            fix = f"remove all segments of one writer ({writers}), and extract again what is missing"
+            fix = "hsformat repair --dedupe keeps the record of the older segment"
             out.append(problem("HS107", where=place, got=got, expected=expected, fix=fix, record=rid))
     return out
 

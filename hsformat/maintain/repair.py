@@ -1,0 +1,302 @@
+"""Repair: a damaged segment is replaced by a new one with those of its records that are whole (rule S-9).
+
+One publish ends the old segment and begins the new one, so that a reader sees either and never both; after a kill
+at any point the command is given again. Records that are lost are named, and a later extraction fills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hsformat.maintain.rewrite import producer_of, write_segment
+from hsformat.problems import ExitCode, Problem, Severity, exit_code, problem
+from hsformat.record import Record
+from hsformat.scan import CaptureStats
+from hsformat.store.backend import Backend, CountedSource, Place, Source
+from hsformat.store.commit import CommitRecord, Segments, load_commit, load_segments
+from hsformat.store.metadata import (
+    SEGMENTS,
+    ensure_segments,
+    load_contract,
+    new_writer,
+    segment_names,
+    segments_group_problems,
+)
+from hsformat.store.places import backend_for
+from hsformat.store.salvage import Salvage, known_ids
+from hsformat.store.verify import file_problems
+
+__all__ = ["RepairReport", "SegmentRepair", "repair_store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentRepair:
+    """What became of one segment, or would of a dry run.
+
+    Attributes
+    ----------
+    action
+        ``replaced`` by another segment, ``ended`` by the removal of its ``zarr.json``, or ``superseded``: another
+        process has replaced it meanwhile, and nothing was done.
+    successor
+        The segment that replaces it; None: none, or a dry run.
+    kept
+        Records that were kept.
+    lost
+        Ids that are not in the store any more. Of a damaged commit record: those that its arrays tell.
+    duplicates
+        Ids that an older segment has, too, and keeps.
+    problems
+        The damage, and of each lost record why it cannot be kept.
+    """
+
+    segment: str
+    action: Literal["replaced", "ended", "superseded"]
+    successor: str | None
+    kept: int
+    lost: tuple[str, ...]
+    duplicates: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data."""
+        return {**self.__dict__, "problems": [p.to_dict() for p in self.problems]}
+
+
+@dataclass(kw_only=True)
+class RepairReport:
+    """What a repair found and did.
+
+    Attributes
+    ----------
+    segments
+        One entry a segment that was not left as it was.
+    problems
+        What is still wrong, or worth knowing, after the repair.
+    records
+        Records in the store afterwards (in a dry run: that would be).
+    """
+
+    store: str
+    dry_run: bool
+    segments: list[SegmentRepair] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    records: int = 0
+
+    @property
+    def lost(self) -> list[str]:
+        """Ids of all records that are gone."""
+        return [i for s in self.segments for i in s.lost]
+
+    @property
+    def exit_code(self) -> int:
+        """0: the store is whole and nothing was lost; 1: something was, is still wrong, or (dry run) would be done."""
+        left = bool(self.segments) if self.dry_run else self._unknown_loss()
+        return max(exit_code(self.problems), ExitCode.PROBLEMS if self.lost or left else ExitCode.CLEAN)
+
+    def _unknown_loss(self) -> bool:
+        """Whether a segment ended of which nobody knows how many records it had."""
+        return any(s.action == "ended" and not s.duplicates for s in self.segments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-able data."""
+        return {
+            "store": self.store,
+            "dry_run": self.dry_run,
+            "records": self.records,
+            "lost": self.lost,
+            "segments": [s.to_dict() for s in self.segments],
+            "problems": [p.to_dict() for p in self.problems],
+        }
+
+
+def repair_store(
+    path: Place,
+    *,
+    dedupe: bool = False,
+    dry_run: bool = False,
+    tick: Callable[[int, int], None] = lambda done, total: None,
+) -> RepairReport:
+    """Verify every file of every segment, and replace the segments that are damaged by what is left of them.
+
+    A segment of which nothing is left, or whose commit record is damaged, is ended: its ``zarr.json`` is removed; its
+    other files stay until they are collected (:func:`hsformat.maintain.gc_store`). Writers may be at work
+    meanwhile; two repairs of one store at once may leave records twice, which ``dedupe`` then removes.
+
+    Parameters
+    ----------
+    dedupe
+        Keep one record of an id that several segments have, that of the segment that comes first.
+    dry_run
+        Change nothing.
+    tick
+        Called with bytes read, and bytes to read in all as far as that is known.
+
+    Raises
+    ------
+    StoreError
+        HS501, HS502, HS504: there is no root that could be read. HS506 (error): a segment cannot be written.
+    OSError
+        A file cannot be removed.
+    """
+    return _Repair(backend_for(path), dedupe=dedupe, dry_run=dry_run, tick=tick).run()
+
+
+class _Repair:
+    def __init__(self, backend: Backend, *, dedupe: bool, dry_run: bool, tick: Callable[[int, int], None]) -> None:
+        self._backend, self._dedupe, self._dry_run = backend, dedupe, dry_run
+        self._contract, notes = load_contract(backend)
+        self._report = RepairReport(store=backend.location, dry_run=dry_run, problems=notes)
+        self._segments: Segments = load_segments(backend)
+        self._writer, self._n = new_writer(), 0
+        self._owners: dict[str, str] = {}  # the segment that keeps an id
+        self._total = sum(c.nbytes for c, _ in self._segments.found.values() if c is not None)
+        self._source: Source = CountedSource(backend, lambda done: tick(done, max(done, self._total)))
+
+    def run(self) -> RepairReport:
+        self._group()
+        for name, (commit, problems) in self._segments.found.items():
+            if name in self._segments.owners:
+                continue
+            if commit is not None:
+                self._segment(commit)
+            elif any(p.code == "HS504" for p in problems):
+                self._end_damaged(name, problems)
+            else:  # not committed; of another version, or not readable now: that is no damage
+                self._report.problems += [p for p in problems if p.severity is Severity.ERROR]
+        self._report.records = len(self._owners)
+        self._report.segments = [
+            replace(s, lost=tuple(i for i in s.lost if i not in self._owners)) for s in self._report.segments
+        ]
+        return self._report
+
+    def _group(self) -> None:
+        """Make ``segments/zarr.json`` again if it is damaged; no reader of ours needs it."""
+        problems = segments_group_problems(self._backend)
+        if problems and not self._dry_run:
+            self._backend.remove(f"{SEGMENTS}/zarr.json")
+            ensure_segments(self._backend)
+            problems = segments_group_problems(self._backend)
+        self._report.problems += problems
+
+    def _segment(self, commit: CommitRecord) -> None:
+        damaged = {
+            key: found
+            for key in commit.files
+            if (found := list(file_problems(self._source, commit, keys=[key], content=True)))
+        }
+        twice = [i for i in commit.ids if i in self._owners]
+        if twice and not self._dedupe:
+            self._report.problems += [self._duplicate(commit, i) for i in twice]
+        if not damaged and not (twice and self._dedupe):
+            self._own(commit.ids, commit.name)
+            return
+        duplicates = frozenset(twice if self._dedupe else ())
+        rows = [row for row, i in enumerate(commit.ids) if i not in duplicates]
+        salvage = Salvage(self._source, self._contract, commit, damaged)
+        kept: list[str] = []
+
+        def records() -> Iterator[tuple[Record, dict[str, CaptureStats]]]:
+            for record, stats in salvage.records(rows):
+                kept.append(record.id)
+                yield record, stats
+
+        successor, action = self._replace(commit, records, kept, duplicates)
+        why = [p for found in salvage.lost.values() for p in found]
+        self._report.segments.append(
+            SegmentRepair(
+                segment=commit.name,
+                action=action,
+                successor=successor,
+                kept=len(kept),
+                lost=tuple(salvage.lost),
+                duplicates=tuple(i for i in commit.ids if i in duplicates),
+                problems=tuple(dict.fromkeys([*(p for found in damaged.values() for p in found), *why])),
+            )
+        )
+        self._own(kept, successor or commit.name)
+
+    def _replace(
+        self,
+        commit: CommitRecord,
+        records: Callable[[], Iterator[tuple[Record, dict[str, CaptureStats]]]],
+        kept: list[str],
+        duplicates: frozenset[str],
+    ) -> tuple[str | None, Literal["replaced", "ended", "superseded"]]:
+        """Write the records that are whole as the successor of a segment; end it if there are none."""
+        if self._dry_run:
+            for _ in records():
+                pass
+            return None, "replaced" if kept else "ended"
+        name, self._n = f"{self._writer}-{self._n}", self._n + 1
+
+        def producer() -> dict[str, Any]:
+            lost = [i for i in commit.ids if i not in duplicates and i not in set(kept)]
+            details = {"segment": commit.name, "lost": lost, "duplicates": sorted(duplicates)}
+            return producer_of("repair", details, commit.producer)
+
+        committed = write_segment(
+            self._backend,
+            self._contract,
+            records(),
+            name=name,
+            producer=producer,
+            replaces={commit.name, *commit.replaces},
+            wanted=lambda: not self._superseded(commit.name),
+        )
+        if committed:
+            return name, "replaced"
+        if kept:
+            return None, "superseded"
+        self._end(commit.name, set())
+        return None, "ended"
+
+    def _superseded(self, name: str) -> bool:
+        """Whether another process has replaced or ended a segment since this one began."""
+        new = [n for n in segment_names(self._backend) if n not in self._segments.found]
+        commits = [load_commit(self._backend, n)[0] for n in new if not n.startswith(f"{self._writer}-")]
+        ended = self._backend.size(f"{SEGMENTS}/{name}/zarr.json") is None
+        return ended or any(c is not None and name in c.replaces for c in commits)
+
+    def _end_damaged(self, name: str, problems: list[Problem]) -> None:
+        lost = known_ids(self._backend, f"{SEGMENTS}/{name}")
+        if not self._dry_run:
+            self._end(name, set())
+        self._report.segments.append(
+            SegmentRepair(
+                segment=name,
+                action="ended",
+                successor=None,
+                kept=0,
+                lost=tuple(lost),
+                duplicates=(),
+                problems=tuple(problems),
+            )
+        )
+
+    def _end(self, name: str, ended: set[str]) -> None:
+        """Remove a segment's commit record, and before it those of the segments that it replaces: they stay ended."""
+        ended.add(name)
+        commit, _ = load_commit(self._backend, name)
+        for old in () if commit is None else commit.replaces:
+            if old not in ended:
+                self._end(old, ended)
+        with contextlib.suppress(FileNotFoundError):
+            self._backend.remove(f"{SEGMENTS}/{name}/zarr.json")
+
+    def _own(self, ids: list[str] | tuple[str, ...], name: str) -> None:
+        for i in ids:
+            self._owners.setdefault(i, name)
+
+    def _duplicate(self, commit: CommitRecord, record_id: str) -> Problem:
+        return problem(
+            "HS107",
+            where=f"{self._backend.location}/{commit.prefix}: record {record_id!r}",
+            got=f"an id that segment {self._owners[record_id]} has, too",
+            expected="one record of each id in a store",
+            fix="hsformat repair --dedupe keeps the record of the older segment",
+            record=record_id,
+        )
