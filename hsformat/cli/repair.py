@@ -46,9 +46,10 @@ def lines(report: Any) -> list[str]:
         by = f" by {s.successor}" if s.successor else ""
         done = "replaced meanwhile by another process" if s.action == "superseded" else f"{would}{s.action}{by}"
         out.append(f"segment {s.segment}: {done}; {s.kept:,} record(s) kept, {len(s.lost):,} lost")
-        out += [f"  {p.code} {p.where}: got {p.got}; expected {p.expected}" for p in s.problems[:SHOWN]]
-        if len(s.problems) > SHOWN:
-            out.append(f"  ... and {len(s.problems) - SHOWN:,} more; --format json shows all")
+        problems = [p for p in s.problems if p.record is None] or list(s.problems)  # of each record the cause is there
+        out += [f"  {p.code} {p.where}: got {p.got}; expected {p.expected}" for p in problems[:SHOWN]]
+        if len(problems) > SHOWN:
+            out.append(f"  ... and {len(problems) - SHOWN:,} more; --format json shows all")
         out += [
             f"  {what}: {_shown(ids)}" for what, ids in (("lost", s.lost), ("in two segments", s.duplicates)) if ids
         ]

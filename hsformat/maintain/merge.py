@@ -35,7 +35,7 @@ class MergeReport:
         Names of segments in the result: copied, written again after the final norm, there already; and of those left
         out, since another one has replaced them.
     records, nbytes
-        Records of the result (before duplicates are removed), and bytes that were copied or found copied.
+        Records of the result, and bytes that were copied or found copied.
     problems
         Notes of what differs and is no matter; errors of segments that are damaged and were left out.
     repair
@@ -124,6 +124,7 @@ def merge_stores(
         _take(plan, step, report, count)
     if dedupe:
         report.repair = repair_store(out, dedupe=True, tick=tick)
+        report.records = report.repair.records
     return report
 
 

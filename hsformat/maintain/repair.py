@@ -7,7 +7,7 @@ at any point the command is given again. Records that are lost are named, and a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -152,7 +152,7 @@ class _Repair:
         self._report = RepairReport(store=backend.location, dry_run=dry_run, problems=notes)
         self._segments: Segments = load_segments(backend)
         self._writer, self._n = new_writer(), 0
-        self._owners: dict[str, str] = {}  # the segment that keeps an id
+        self._owners: dict[str, tuple[str, str | None]] = {}  # the segment that keeps an id, and what it was made from
         self._total = sum(c.nbytes for c, _ in self._segments.found.values() if c is not None)
         self._source: Source = CountedSource(backend, lambda done: tick(done, max(done, self._total)))
 
@@ -192,9 +192,10 @@ class _Repair:
         if twice and not self._dedupe:
             self._report.problems += [self._duplicate(commit, i) for i in twice]
         if not damaged and not (twice and self._dedupe):
-            self._own(commit.ids, commit.name)
+            self._own(commit, commit.ids, commit.name)
             return
         duplicates = frozenset(twice if self._dedupe else ())
+        self._warn_of_others(commit, duplicates)
         rows = [row for row, i in enumerate(commit.ids) if i not in duplicates]
         salvage = Salvage(self._source, self._contract, commit, damaged)
         kept: list[str] = []
@@ -217,7 +218,7 @@ class _Repair:
                 problems=tuple(dict.fromkeys([*(p for found in damaged.values() for p in found), *why])),
             )
         )
-        self._own(kept, successor or commit.name)
+        self._own(commit, kept, successor or commit.name)
 
     def _replace(
         self,
@@ -287,15 +288,34 @@ class _Repair:
         with contextlib.suppress(FileNotFoundError):
             self._backend.remove(f"{SEGMENTS}/{name}/zarr.json")
 
-    def _own(self, ids: list[str] | tuple[str, ...], name: str) -> None:
-        for i in ids:
-            self._owners.setdefault(i, name)
+    def _own(self, commit: CommitRecord, ids: Collection[str], name: str) -> None:
+        kept = set(ids)
+        for i, source in zip(commit.ids, commit.source_digests, strict=True):
+            if i in kept:
+                self._owners.setdefault(i, (name, source))
+
+    def _warn_of_others(self, commit: CommitRecord, duplicates: Collection[str]) -> None:
+        """Say which duplicates were made from another input than the record that is kept: one of the two is lost."""
+        sources = zip(commit.ids, commit.source_digests, strict=True)
+        others = [i for i, source in sources if i in duplicates and source != self._owners[i][1]]
+        if others:
+            shown = ", ".join(map(repr, others[:5])) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+            self._report.problems.append(
+                problem(
+                    "HS107",
+                    where=f"{self._backend.location}/{commit.prefix}",
+                    severity=Severity.WARNING,
+                    got=f"made from another input than the record that is kept: {shown}",
+                    expected="one id for one input",
+                    fix="give the input an id of its own and extract it again",
+                )
+            )
 
     def _duplicate(self, commit: CommitRecord, record_id: str) -> Problem:
         return problem(
             "HS107",
             where=f"{self._backend.location}/{commit.prefix}: record {record_id!r}",
-            got=f"an id that segment {self._owners[record_id]} has, too",
+            got=f"an id that segment {self._owners[record_id][0]} has, too",
             expected="one record of each id in a store",
             fix="hsformat repair --dedupe keeps the record of the older segment",
             record=record_id,

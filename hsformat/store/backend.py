@@ -142,7 +142,10 @@ class Backend(Source, Protocol):
         ...
 
     def listing(self, key: str) -> list[Entry]:
-        """Return all objects under a key, however deep, sorted by key; empty if there is nothing."""
+        """Return all objects under a key, however deep, sorted by key; empty if there is nothing.
+
+        Those of the whole place if the key is empty.
+        """
         ...
 
     def remove(self, key: str) -> None:

@@ -214,7 +214,7 @@ class StoreConformance:
             sink.abort()
 
     def test_all_objects_are_listed(self) -> None:
-        """However deep, with size and age, sorted; those of a similar name are not."""
+        """However deep, with size and age, sorted; those of a similar name are not. Under no key: all."""
         backend, before = self.fresh()(), time.time()
         for key, n in (("s/a-1/x", 3), ("s/a-1/h/d/c/0/0", MIB), ("s/a-10/x", 1), ("s/zarr.json", 2)):
             backend.write(key, b"x" * n)
@@ -222,6 +222,7 @@ class StoreConformance:
         assert [(e.key, e.size) for e in found] == [("s/a-1/h/d/c/0/0", MIB), ("s/a-1/x", 3)]
         assert all(before - 5 < e.modified < time.time() + 5 for e in found)
         assert [e.key for e in backend.listing("s")] == ["s/a-1/h/d/c/0/0", "s/a-1/x", "s/a-10/x", "s/zarr.json"]
+        assert [e.key for e in backend.listing("")] == [e.key for e in backend.listing("s")]
         assert backend.listing("nothing") == []
 
     def test_removing_takes_one_object(self) -> None:

@@ -71,7 +71,8 @@ class InMemory:
         return BufferedSink(self.write, key)
 
     def listing(self, key):
-        return [Entry(k, len(v), time.time()) for k, v in sorted(self.objects.items()) if k.startswith(f"{key}/")]
+        under = f"{key}/" if key else ""
+        return [Entry(k, len(v), time.time()) for k, v in sorted(self.objects.items()) if k.startswith(under)]
 
     def remove(self, key):
         if self.objects.pop(key, None) is None:

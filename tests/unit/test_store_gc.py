@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conformance.test_store_conformance import InMemory
 from factories import tiny_contract, tiny_record
 from typer.testing import CliRunner
 
 import hsformat.store as hs
 from hsformat.cli.commands import app
-from hsformat.maintain import gc_store, repair_store
+from hsformat.maintain import gc_store, merge_stores, repair_store
 from hsformat.store.local import LocalBackend
 from hsformat.store.metadata import segment_names
 
@@ -151,6 +152,7 @@ def test_damaged_commit_record_is_no_orphan(path: Path) -> None:
 WRITE = """
 import sys, time
 import hsformat.store as hs
+from conformance.test_store_conformance import InMemory
 from factories import tiny_contract, tiny_record
 
 writer = hs.append(sys.argv[1], chunk_tokens=16)
@@ -248,3 +250,30 @@ def test_command(path: Path) -> None:
     assert "would remove orphan segments/0a-0" in dry.stdout
     report = json.loads(run(app, ["gc", str(path), "--older-than", "90m", "--format", "json"]).stdout)
     assert (report["bytes"], report["removed"][0]["key"], report["exit_code"]) == (1, "segments/0a-0", 0)
+
+
+def test_a_place_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merge, repair and gc ask nothing of a place that its protocol does not promise."""
+    place, out = InMemory("a", {}), InMemory("c", {})
+    with hs.create(place, CONTRACT, chunk_tokens=16) as writer:
+        for record in RECORDS:
+            writer.append(record)
+    assert merge_stores([place], out).exit_code == 0
+    assert out.objects == place.objects
+    (name,) = {k.split("/")[1] for k in out.objects if k.count("/") > 1}
+    del out.objects[f"segments/{name}/stats/d1/c/0/0"]
+    out.objects["segments/0a-0/ids"] = b"orphan"
+    assert repair_store(out).exit_code == 0
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 48 * 3600)
+    listing = {key: out.listing(key) for key in ("", "segments/0a-0", f"segments/{name}")}
+    monkeypatch.undo()
+    monkeypatch.setattr(InMemory, "listing", lambda _, key: [e for e in listing[key] if e.key in out.objects])
+    report = gc_store(out)
+    assert [(r.kind, r.key) for r in report.removed] == [
+        ("replaced", f"segments/{name}"),
+        ("orphan", "segments/0a-0"),
+    ]
+    monkeypatch.undo()
+    assert hs.open(out).problems == []
+    assert hs.content_digest(hs.open(out)) == hs.content_digest(hs.open(place))

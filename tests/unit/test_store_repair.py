@@ -318,6 +318,18 @@ def test_id_of_two_writers(twice: Path) -> None:
     assert repair_store(twice, dedupe=True).segments == []
 
 
+def test_duplicate_of_another_input_is_said(tmp_path: Path) -> None:
+    one = hs.create(tmp_path / "s", CONTRACT)
+    two = hs.append(tmp_path / "s")
+    for writer, fill in ((one, "1"), (two, "2")):
+        writer.append(tiny_record(CONTRACT, "x", source_digest=digest(fill)))
+        writer.close()
+    report = repair_store(tmp_path / "s", dedupe=True)
+    assert [(p.code, p.severity) for p in report.problems] == [("HS107", "warning")]
+    assert report.exit_code == 0
+    assert hs.open(tmp_path / "s")["x"].source_digest == digest("1")
+
+
 def test_whole_record_is_kept_where_the_older_one_is_damaged(twice: Path) -> None:
     (twice / "segments" / segment_names(LocalBackend(str(twice)))[0] / "hidden/d1/c/0/0").unlink()
     report = repair_store(twice, dedupe=True)

@@ -310,7 +310,8 @@ class InMemory:
         return BufferedSink(self.write, key)
 
     def listing(self, key: str) -> list[Entry]:
-        return [Entry(k, len(v), 0.0) for k, v in sorted(self.files.items()) if k.startswith(f"{key}/")]
+        under = f"{key}/" if key else ""
+        return [Entry(k, len(v), 0.0) for k, v in sorted(self.files.items()) if k.startswith(under)]
 
     def remove(self, key: str) -> None:
         del self.files[key]
