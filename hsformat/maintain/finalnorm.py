@@ -46,7 +46,7 @@ class FinalNormWeights:
         if self.norm.kind == "layernorm":
             x_SH = x_SH - x_SH.mean(axis=1, keepdims=True, dtype=np.float32)
         variance_S1 = np.square(x_SH).mean(axis=1, keepdims=True, dtype=np.float32)
-        out_SH = x_SH / np.sqrt(variance_S1 + np.float32(self.norm.eps)) * self.weight_H
+        out_SH: npt.NDArray[np.float32] = x_SH / np.sqrt(variance_S1 + np.float32(self.norm.eps)) * self.weight_H
         return out_SH if self.bias_H is None else out_SH + self.bias_H
 
 

@@ -48,5 +48,5 @@ def record_digest(record: Record) -> bytes:
     }
     for name, array in parts.items():
         h.update(f"{name} {array.dtype.name} {list(array.shape)}\n".encode())
-        h.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        h.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return h.digest()

@@ -33,7 +33,7 @@ from hsformat.store.verify import INDEX_ARRAYS
 __all__ = ["Salvage", "known_ids"]
 
 _BLOSC_HEADER = struct.Struct("<BBBBIII")  # version, its own version, flags, typesize, nbytes, blocksize, cbytes
-_SMALL = {"ids": np.dtype(np.uint8), "id_offsets": np.dtype("<i8")}
+_SMALL: dict[str, np.dtype[Any]] = {"ids": np.dtype(np.uint8), "id_offsets": np.dtype("<i8")}
 _MEAN_TOLERANCE = 1e-4
 """Relative; sums of squares depend on their order by less."""
 
