@@ -8,6 +8,7 @@ from hsformat.digests import Checksum
 from hsformat.problems import Severity, StoreError, problem
 from hsformat.store.backend import Backend, Source
 from hsformat.store.commit import CommitRecord, FileEntry, load_commit
+from hsformat.store.metadata import MAX_JSON_BYTES
 
 __all__ = ["copy_segment"]
 
@@ -35,7 +36,7 @@ def copy_segment(source: Source, commit: CommitRecord, target: Backend, tick: Ca
         else:
             tick(commit.files[key].size)
     key = f"{commit.prefix}/zarr.json"
-    raw = _read(source, key, 0, None)
+    raw = _read(source, key, 0, MAX_JSON_BYTES + 1)
     try:
         target.settle(commit.prefix)
         target.publish(key, raw)
@@ -95,7 +96,7 @@ def _copy_file(source: Source, path: str, entry: FileEntry, target: Backend, tic
         sink.abort()
 
 
-def _read(source: Source, path: str, start: int, length: int | None) -> bytes:
+def _read(source: Source, path: str, start: int, length: int) -> bytes:
     try:
         return source.read(path, start, length)
     except OSError as e:

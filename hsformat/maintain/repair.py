@@ -235,8 +235,8 @@ class _Repair:
         name, self._n = f"{self._writer}-{self._n}", self._n + 1
 
         def producer() -> dict[str, Any]:
-            lost = [i for i in commit.ids if i not in duplicates and i not in set(kept)]
-            details = {"segment": commit.name, "lost": lost, "duplicates": sorted(duplicates)}
+            lost = commit.records - len(kept) - len(duplicates)
+            details = {"segment": commit.name, "kept": len(kept), "lost": lost, "duplicates": len(duplicates)}
             return producer_of("repair", details, commit.producer)
 
         committed = write_segment(

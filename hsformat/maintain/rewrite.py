@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from hsformat.contract import Contract
+from hsformat.digests import digest_json
 from hsformat.problems import Severity, StoreError, problem
 from hsformat.record import Record
 from hsformat.scan import CaptureStats
@@ -15,7 +17,7 @@ from hsformat.store.backend import Backend
 from hsformat.store.building import Building
 from hsformat.store.commit import load_commit
 from hsformat.store.encoder import Encoder, default_threads
-from hsformat.store.pending import Pending, make_row
+from hsformat.store.pending import MAX_PRODUCER_BYTES, Pending, make_row
 
 __all__ = ["producer_of", "write_segment"]
 
@@ -24,8 +26,14 @@ _UNBOUNDED = 2**62
 
 
 def producer_of(work: str, details: Mapping[str, Any], original: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the producer of a segment that was made from another one, whose own producer it keeps."""
-    return {"name": "hsformat", "version": version("hsformat"), work: dict(details), "original": original}
+    """Return the producer of a segment that was made from another one, whose own producer it keeps.
+
+    As its digest alone, if both together are more than a commit record has room for.
+    """
+    made = {"name": "hsformat", "version": version("hsformat"), work: dict(details), "original": original}
+    if len(json.dumps(made)) > MAX_PRODUCER_BYTES:
+        made["original"] = {"digest": digest_json(original)}
+    return made
 
 
 def write_segment(

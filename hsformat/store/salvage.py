@@ -21,11 +21,11 @@ from hsformat.contract import Contract
 from hsformat.problems import Problem, Severity, StoreError, problem
 from hsformat.record import Record
 from hsformat.scan import CaptureStats
-from hsformat.store.array_json import ArraySpec, check_array_json
+from hsformat.store.array_json import ArraySpec, check_array_json, check_length
 from hsformat.store.backend import Source
 from hsformat.store.codec import CRC_BYTES, DamagedChunk
 from hsformat.store.commit import CommitRecord
-from hsformat.store.metadata import json_object
+from hsformat.store.metadata import MAX_JSON_BYTES, json_object
 from hsformat.store.native import NativeArray
 from hsformat.store.segment import SegmentReader
 from hsformat.store.verify import INDEX_ARRAYS
@@ -224,7 +224,7 @@ def _small_array(source: Source, prefix: str, name: str) -> npt.NDArray[Any] | N
     """Read an array of one chunk by its own metadata; its CRC-32C vouches for it. None: it cannot be read."""
     where = f"{source.location}/{prefix}"
     try:
-        raw = source.read(f"{prefix}/zarr.json")
+        raw = source.read(f"{prefix}/zarr.json", 0, MAX_JSON_BYTES + 1)
         data = json_object(raw)
         shape = data.get("shape") if isinstance(data, dict) else None
         if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int or not 0 < shape[0] < 2**31:
@@ -232,7 +232,7 @@ def _small_array(source: Source, prefix: str, name: str) -> npt.NDArray[Any] | N
         spec = ArraySpec(name=name, shape=(shape[0],), dtype=_SMALL[name])
         encoding, problems = check_array_json(raw, spec, where=where)
         size = source.size(f"{prefix}/{spec.file}")
-        if problems or size is None:
+        if problems or size is None or check_length(spec, encoding, size, where=where):
             return None
         return NativeArray(source, prefix, spec, encoding, {spec.file: size}).read(slice(None))
     except (OSError, StoreError, DamagedChunk):
