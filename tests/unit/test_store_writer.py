@@ -384,8 +384,7 @@ def test_interrupt_before_any_line_stores_each_record_once() -> None:
 
 def test_segments_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # sglang PR#31926
     hs.create(tmp_path / "s", CONTRACT).close()
-    monkeypatch.setattr(writer.secrets, "token_hex", lambda n: "0" * (2 * n))
-    monkeypatch.setattr(writer.time, "time_ns", lambda: 0)
+    monkeypatch.setattr(writer, "new_writer", lambda: "0" * 20)
     with hs.append(tmp_path / "s") as one:
         one.append(RECORDS[0])
     two = hs.append(tmp_path / "s")
