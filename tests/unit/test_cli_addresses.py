@@ -16,7 +16,7 @@ ROWS = [
     {"id": "a", "input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
     {"id": "b", "input_ids": [9, 10, 11, 12, 13], "loss_mask": [0, 0, 1, 1, 1]},
 ]
-TWICE = {"id": "c", "input_ids": [5, 6], "loss_mask": [0, 1]}
+CHANGED = {**ROWS[0], "input_ids": [5, 6, 7, 9]}
 
 
 @pytest.fixture
@@ -42,19 +42,19 @@ def test_extract_to_a_bucket_and_go_on(cli, s3, tmp_path):
     data.write_text("".join(json.dumps(r) + "\n" for r in ROWS[:1]))
     code, out, _ = cli(*command)
     assert (code, "1 records written" in out, address in out) == (0, True, True)
-    data.write_text("".join(json.dumps(r) + "\n" for r in (*ROWS, TWICE, TWICE)))
+    data.write_text("".join(json.dumps(r) + "\n" for r in (CHANGED, ROWS[1])))
     code, out, err = cli(*command, "--format", "json")
     report = json.loads(out)
-    assert (code, report["written"], report["skipped"]) == (1, 2, 1)
+    assert (code, report["written"], report["skipped"]) == (1, 1, 0)
     quarantine = Path(report["quarantine_file"])
     assert quarantine.parent == tmp_path / "work"  # a bucket takes no lines that are added one by one
     assert quarantine.name.startswith("data.hs.zarr.quarantine-")
-    assert [json.loads(line)["id"] for line in quarantine.read_text().splitlines()] == ["c"]
+    assert [json.loads(line)["id"] for line in quarantine.read_text().splitlines()] == ["a"]
     for level in ("metadata", "full"):
         code, out, _ = cli("validate", address, "--level", level)
         assert (code, "valid at level" in out) == (0, True)
     code, out, _ = cli("info", address, "--format", "json")
-    assert (code, json.loads(out)["records"]) == (0, 3)
+    assert (code, json.loads(out)["records"]) == (0, 2)
     assert sorted(hs.open(address).ids) == ["a", "b", "c"]
 
 
@@ -62,8 +62,8 @@ def test_addresses_at_which_nothing_can_be_done(cli, s3, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(ROWS[0]) + "\n")
     for command in (("validate",), ("info",), ("extract", "--model", MODEL, "--data", data, "--layers", "2", "--out")):
-        code, _, err = cli(*command, "s3://no-such-bucket/x")
-        assert (code, "HS501" in err, "NoSuchBucket" in err) == (2, True, True), (command, err)
-    code, _, err = cli("validate", f"s3://{s3}/nothing")
-    assert (code, "HS501" in err) == (2, True)
+        code, *printed = cli(*command, "s3://no-such-bucket/x")
+        assert (code, "HS501" in "".join(printed), "NoSuchBucket" in "".join(printed)) == (2, True, True), command
+    code, *printed = cli("validate", f"s3://{s3}/nothing")
+    assert (code, "HS501" in "".join(printed)) == (2, True)
     assert list((tmp_path / "work").iterdir()) == []
