@@ -17,7 +17,7 @@ import numpy as np
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from hsformat.store.backend import Bytes, Data, Entry, OpenObject
+from hsformat.store.backend import Bytes, Data, Entry, OpenObject, Part
 from hsformat.store.uploads import PART_BYTES, ObjectSink
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class ObjectBackend:
         No ``store``, and an address that is none.
     """
 
+    requests_at_once = 16
+
     def __init__(self, location: str, *, store: ObjectStore | None = None) -> None:
         self._location, self._given = location.rstrip("/"), store
         self._address = parse_address(location) if store is None else ("", "", "")
@@ -100,7 +102,8 @@ class ObjectBackend:
         OSError
             This process was forked from one that had used obstore, whose threads are not here: it would wait for ever.
         """
-        _PID or _PID.append(os.getpid())
+        if not _PID:
+            _PID.append(os.getpid())
         if os.getpid() not in _PID:
             why = "a process forked after its parent used an object store: start workers by spawn or forkserver"
             raise OSError(errno.ENOTSUP, why, self._location)
@@ -121,18 +124,20 @@ class ObjectBackend:
                 return bytes(self.store.get(key).bytes())
         if length == 0:
             return b""
+        first = start + (_AHEAD if length is None else min(length, _AHEAD))
         try:
-            if length is not None and length <= _AHEAD:
-                return self.ranges(key, start, start + length)  # a service cuts off what is beyond the end
+            data = self.ranges(key, start, first)  # a service cuts off what is beyond the end
         except FileNotFoundError:
             raise
         except OSError:
             if start < (self.size(key) or 0):
                 raise
             return b""  # which a service refuses where nothing of the range is there
+        if len(data) < first - start or len(data) == length:
+            return data
         size = self._size(key)
         stop = size if length is None else min(size, start + length)
-        return self.ranges(key, start, stop) if start < stop else b""
+        return data + self.ranges(key, first, stop) if first < stop else data
 
     def ranges(self, key: str, start: int, stop: int) -> bytes:
         """Return bytes that are there, by several requests at once where they are many."""
@@ -181,7 +186,7 @@ class ObjectBackend:
     def upload(self, key: str, parts: Iterator[bytes]) -> None:
         """Write an object in parts; whatever ``parts`` raises gives up the upload, and is raised."""
         with self._errors(key):
-            self.store.put(key, parts, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=4)
+            self.store.put(key, parts, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=2)
 
     def settle(self, key: str) -> None:
         """Return: what a request has written is durable."""
@@ -236,7 +241,7 @@ class ObjectFile:
         self._backend, self._key, self._size = backend, key, size
         self._window: tuple[int, Bytes] = (0, np.empty(0, np.uint8))  # replaced whole: threads may read at once
 
-    def read_into(self, start: int, parts: Sequence[Bytes]) -> int:
+    def read_into(self, start: int, parts: Sequence[Part]) -> int:
         """Fill arrays from what was fetched before, or by a request."""
         stop = min(self._size, start + sum(map(len, parts)))
         if start >= stop:
@@ -254,8 +259,8 @@ class ObjectFile:
             self._window = (at, data)
         offset = start - at
         for part in parts:
-            piece = data[offset : offset + len(part)]
-            part[: len(piece)] = piece
+            piece = data[offset : offset + len(part)].data
+            (part.data if isinstance(part, np.ndarray) else part)[: len(piece)] = piece
             offset += len(part)
         return stop - start
 

@@ -98,7 +98,7 @@ class _Upload:
 
     def __init__(self, backend: Uploads, key: str) -> None:
         self._backend, self._key = backend, key
-        self._queue: queue.Queue[bytes | _Mark] = queue.Queue(maxsize=2)
+        self._queue: queue.Queue[bytes | _Mark] = queue.Queue(maxsize=1)
         self._error: BaseException | None = None
         self._last: _Mark | None = None
         self._thread = threading.Thread(target=self._run, name="hsformat-upload", daemon=True)

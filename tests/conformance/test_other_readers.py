@@ -11,7 +11,7 @@ import zarr.storage
 from factories import tiny_contract, tiny_record
 
 import hsformat as hs
-import hsformat.zarr_dtype  # noqa: F401 - the type bfloat16, for plain zarr
+import hsformat.zarr_dtype  # the type bfloat16, for plain zarr
 from hsformat.store.local import LocalBackend
 from hsformat.store.segment import SegmentReader
 

@@ -1,6 +1,6 @@
 """Random damage of every kind of file: harmless, which is proved, or reported with the records that it touches.
 
-Nightly (``HYPOTHESIS_PROFILE=nightly``) 1,000 flipped bits, 200 cuts, by a seed of the day; otherwise a tenth, by a fixed one.
+Nightly (``HYPOTHESIS_PROFILE=nightly``) 1,000 flipped bits and 200 cuts, by a seed of the day; otherwise a tenth.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RECORDS = {f"r{i}": record(i) for i in range(4)}
 
 @pytest.fixture(scope="module", params=["compact", "fast"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store of two segments of two records, several chunks an array of states; tests put back what they break."""
+    """Return a store of two segments, several chunks an array of states; tests put back what they break."""
     path = tmp_path_factory.mktemp("store") / request.param
     with hs.create(path, CONTRACT, codec=request.param, chunk_tokens=4) as writer:
         for i, r in enumerate(RECORDS.values()):
@@ -116,7 +116,6 @@ def test_flipped_bits(store: Path) -> None:
         found = judge(store)
         if kind.count("/") > 2:
             assert {p.code for p in found} == {"HS504"}, (kind, at, bit, [str(p) for p in found])
-        print(kind, at, bit, sorted({p.code for p in found}))
 
 
 def test_cuts(store: Path) -> None:
@@ -125,7 +124,7 @@ def test_cuts(store: Path) -> None:
         at = int(rng.integers(len(good)))
         file.write_bytes(good[:at])
         found = judge(store)
-        assert exit_code(found) == (ExitCode.FAILED if kind == "zarr.json" else ExitCode.PROBLEMS), (kind, at)
+        assert exit_code(found) == (ExitCode.UNABLE if kind == "zarr.json" else ExitCode.PROBLEMS), (kind, at)
         if kind.count("/") > 2:
             assert {p.code for p in found} == {"HS505"}, (kind, at)
 

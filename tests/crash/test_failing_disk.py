@@ -23,7 +23,9 @@ from hsformat.problems import Problem, Severity, StoreError
 from hsformat.store.local import LocalBackend
 from hsformat.validate import validate_store
 
-CONTRACT = tiny_contract(captures=[{"depth": 4, "norm": "none", "dtype": "bfloat16"}], layout={"aux": ["d4"], "last": "d4"})
+CONTRACT = tiny_contract(
+    captures=[{"depth": 4, "norm": "none", "dtype": "bfloat16"}], layout={"aux": ["d4"], "last": "d4"}
+)
 MANY = [tiny_record(CONTRACT, f"r{i}", tokens=400, seed=i) for i in range(60)]
 FEW = [tiny_record(CONTRACT, f"r{i}", tokens=3 + i, seed=i) for i in range(4)]
 
@@ -42,15 +44,26 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+def commit(writer: hs.Writer, *records: Any) -> None:
+    for record in records:
+        writer.append(record)
+    writer.flush()
+
+
 def fill(writer: hs.Writer) -> tuple[StoreError, int]:
     """Append and commit until it fails; return how, and how many records were committed."""
     committed = 0
-    with pytest.raises(StoreError) as e:
+    known = set(writer.ids)
+
+    def each() -> None:
+        nonlocal committed
         for record in MANY:
-            if record.id not in writer.ids:
-                writer.append(record)
-                writer.flush()
+            if record.id not in known:
+                commit(writer, record)
                 committed += 1
+
+    with pytest.raises(StoreError) as e:
+        each()
     with pytest.raises(StoreError, match="closed after a failed write"):
         writer.append(MANY[0])
     writer.close()
@@ -89,9 +102,7 @@ def test_file_that_may_not_grow(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
         with pytest.raises(StoreError) as e:
-            for record in MANY[1:]:
-                writer.append(record)
-            writer.flush()
+            commit(writer, *MANY[1:])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.code for p in e.value.problems] == ["HS506"]
@@ -105,8 +116,7 @@ def test_read_only_disk(disk: Path) -> None:
     writer = hs.append(disk / "s")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     with pytest.raises(StoreError) as e:
-        writer.append(FEW[1])
-        writer.flush()
+        commit(writer, FEW[1])
     assert [p.code for p in e.value.problems] == ["HS506"]
     assert os.strerror(errno.EROFS) in e.value.problems[0].got
     intact(disk / "s", FEW[:1])
@@ -235,9 +245,8 @@ def test_error_at_every_reading(tmp_path: Path, decoder: Any) -> None:
             try:
                 assert_same_record(store[record.id], record)
             except StoreError as e:
-                assert {p.code for p in e.problems} == {"HS503"}
                 finished = False
-                found.add("HS503")
+                found |= {p.code for p in e.problems}
     assert state["fails"] > 10
     assert found == {"HS501", "HS503"}
 

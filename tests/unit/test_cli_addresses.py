@@ -43,7 +43,7 @@ def test_extract_to_a_bucket_and_go_on(cli, s3, tmp_path):
     code, out, _ = cli(*command)
     assert (code, "1 records written" in out, address in out) == (0, True, True)
     data.write_text("".join(json.dumps(r) + "\n" for r in (CHANGED, ROWS[1])))
-    code, out, err = cli(*command, "--format", "json")
+    code, out, _ = cli(*command, "--format", "json")
     report = json.loads(out)
     assert (code, report["written"], report["skipped"]) == (1, 1, 0)
     quarantine = Path(report["quarantine_file"])
