@@ -55,7 +55,7 @@ def test_extract_to_a_bucket_and_go_on(cli, s3, tmp_path):
         assert (code, "valid at level" in out) == (0, True)
     code, out, _ = cli("info", address, "--format", "json")
     assert (code, json.loads(out)["records"]) == (0, 2)
-    assert sorted(hs.open(address).ids) == ["a", "b", "c"]
+    assert sorted(hs.open(address).ids) == ["a", "b"]
 
 
 def test_addresses_at_which_nothing_can_be_done(cli, s3, tmp_path):
