@@ -12,8 +12,8 @@ import json
 import os
 import secrets
 import sys
-from functools import cache
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest

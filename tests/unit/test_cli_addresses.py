@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from factories import tiny_contract, tiny_record
 
 import hsformat as hs
 from hsformat.cli.commands import app
 from hsformat.cli.output import guarded
+from hsformat.store.objects import ObjectBackend
+
+pytestmark = pytest.mark.needs("torch")
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 ROWS = [
@@ -67,3 +72,25 @@ def test_addresses_at_which_nothing_can_be_done(cli, s3, tmp_path):
     code, *printed = cli("validate", f"s3://{s3}/nothing")
     assert (code, "HS501" in "".join(printed)) == (2, True)
     assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_repair_gc_and_merge_in_a_bucket(cli, s3, tmp_path):
+    contract, address = tiny_contract(), f"s3://{s3}/data.hs.zarr"
+    with hs.create(address, contract) as writer:
+        for i in range(4):
+            writer.append(tiny_record(contract, id=f"r{i}", seed=i))
+            if i % 2:
+                writer.flush()
+    backend, name = ObjectBackend(address), hs.open(address).segments[0].name
+    backend.remove(f"segments/{name}/hidden/d2/c/0/0")
+    assert cli("validate", address)[0] == 1
+    code, *printed = cli("repair", address)
+    assert "r0" in "".join(printed), (code, printed)
+    assert hs.open(address).ids == ["r2", "r3"]
+    time.sleep(2.1)  # what a service says of ages is whole seconds
+    code, *printed = cli("gc", address, "--older-than", "1s")
+    assert (code, len(backend.folders("segments"))) == (0, 1), printed
+    code, *printed = cli("merge", address, "--out", tmp_path / "local.hs.zarr")
+    assert (code, hs.open(tmp_path / "local.hs.zarr").ids) == (0, ["r2", "r3"]), printed
+    code, *printed = cli("merge", tmp_path / "local.hs.zarr", "--out", f"s3://{s3}/back.hs.zarr")
+    assert (code, hs.validate_store(f"s3://{s3}/back.hs.zarr", level="full")) == (0, []), printed
