@@ -10,7 +10,9 @@ from __future__ import annotations
 import ast
 import json
 import os
+import secrets
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))  # ``from factories import ...`` in any test
 
 from factories import tiny_contract
+from s3_server import environment, request, s3_server
 
 from hsformat.contract import Contract
 
@@ -73,3 +76,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
         counts = {name: len(terminalreporter.stats.get(name, ())) for name in outcomes}
         Path(path).write_text(json.dumps(counts), "utf-8")
+
+
+@pytest.fixture(scope="session")
+def s3_address() -> Iterator[str]:
+    """Start a server of S3's protocol; return its address."""
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a new bucket of that server, with the environment set as a user sets it."""
+    for name in [k for k in os.environ if k.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment(s3_address).items():
+        monkeypatch.setenv(name, value)
+    bucket = f"b{secrets.token_hex(8)}"
+    request(s3_address, "PUT", f"/{bucket}")
+    return bucket

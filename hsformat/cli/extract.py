@@ -29,7 +29,10 @@ _MIB = 1024 * 1024
 def extract(
     model: Annotated[Path, shared.MODEL],
     data: Annotated[Path, shared.DATA],
-    out: Annotated[str | None, typer.Option(help="Store to write; one begun by the same command is continued.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="Store to write, path or address; one begun by the same command is continued."),
+    ] = None,
     layers: Annotated[str | None, shared.LAYERS] = None,
     engine: Annotated[str, typer.Option(help="Name of an installed extractor.")] = "transformers",
     last: Annotated[Last, shared.LAST] = Last.PRE,

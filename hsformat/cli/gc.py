@@ -18,7 +18,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def gc(
-    store: Annotated[str, typer.Argument(help="Path of a store.")],
+    store: Annotated[str, typer.Argument(help="Path or address of a store.")],
     older_than: Annotated[
         str,
         typer.Option(

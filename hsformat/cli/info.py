@@ -17,7 +17,7 @@ __all__ = ["info", "open_to_describe"]
 
 
 def info(
-    store: Annotated[str, typer.Argument(help="Path of a store.")],
+    store: Annotated[str, typer.Argument(help="Path or address of a store.")],
     format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
 ) -> None:
     """Show what a store holds: target, records, layout, and each capture with its number in every engine."""

@@ -17,7 +17,7 @@ __all__ = ["merge"]
 
 def merge(
     stores: Annotated[list[str], typer.Argument(help="Paths of stores of one meaning.")],
-    out: Annotated[str, typer.Option(help="Path of the result: nothing, or a store of the same meaning.")],
+    out: Annotated[str, typer.Option(help="Path or address of the result: nothing, or a store of the same meaning.")],
     apply_final_norm: Annotated[  # noqa: FBT002
         bool,
         typer.Option(

@@ -18,7 +18,7 @@ SHOWN = 20
 
 
 def repair(
-    store: Annotated[str, typer.Argument(help="Path of a store.")],
+    store: Annotated[str, typer.Argument(help="Path or address of a store.")],
     dedupe: Annotated[  # noqa: FBT002
         bool, typer.Option("--dedupe", help="Keep one record of an id that occurs twice, that of the older segment.")
     ] = False,

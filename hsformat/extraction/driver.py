@@ -120,7 +120,7 @@ def extract_to_store(
         Consumed as needed. Ids that the store has are skipped. To be compared with the free space they are read once
         more, before; what can be iterated only once (an iterator) is not.
     out
-        A new path, or a store of the same contract (the target's name and revision may differ).
+        A new path or address, or a store of the same contract (the target's name and revision may differ).
     segment_bytes
         Bound of a segment in memory; None: the store's default.
     commit_seconds
@@ -151,7 +151,7 @@ class _Run:
     def __init__(self, out: str, contract: Contract, request: ExtractionRequest, options: Mapping[str, Any]) -> None:
         self.out, self.contract, self.request, self.options = out, contract, request, options
         self.report = ExtractionReport()
-        self.quarantine = Quarantine(Path(out))
+        self.quarantine = Quarantine(out)
         self.pending: dict[str, TokenSample] = {}
         self.writer: Writer | None = None
         self.stored: Store | None = None

@@ -2,7 +2,8 @@
 
 It stands beside the store, not in it, since foreign files inside a Zarr hierarchy trouble its readers. Each run writes
 a file of its own, so that several may extract into one store at once; the next run tries every quarantined sample
-again. May import ``problems``.
+again. Objects cannot grow line by line: beside a store in an object store means in the working directory. May import
+``problems``.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ __all__ = ["Quarantine"]
 class Quarantine:
     """Opened by the first entry, as ``<store>.quarantine-<time>-<pid>.jsonl``."""
 
-    def __init__(self, store: Path) -> None:
-        self._store = Path(os.path.abspath(store))  # it may be given as "."
+    def __init__(self, store: str) -> None:
+        address = "://" in store
+        path = os.path.abspath(store.rstrip("/").rpartition("/")[2] if address else store)  # it may be given as "."
+        self._prefix = f"{path}.quarantine"
         self._path: Path | None = None
         self._file: IO[str] | None = None
 
     def add(self, record_id: str, problems: list[Problem]) -> None:
         """Write one line: ``{"id": ..., "problems": [...]}``."""
         if self._file is None:
-            name = f"{self._store.name}.quarantine-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl"
-            self._path = self._store.parent / name
+            self._path = Path(f"{self._prefix}-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl")
             self._file = self._path.open("x", encoding="utf-8")
         line = {"id": record_id, "problems": [p.to_dict() for p in problems]}
         self._file.write(f"{json.dumps(line, ensure_ascii=True)}\n")

@@ -2,6 +2,7 @@
 
 ============== =====================================================================
 ``backend``    what a place of bytes must do     ``local``  a folder     ``places``  which place a user means
+``objects``    a bucket, by obstore              ``uploads``  its large objects
 ``metadata``   the root's JSON, and the names of segments
 ``commit``     the commit record of a segment
 ``array_json`` what the metadata of each array must be, clause by clause

@@ -22,6 +22,7 @@ __all__ = [
     "Bytes",
     "CountedSource",
     "Data",
+    "Distant",
     "Entry",
     "OpenObject",
     "Opens",
@@ -66,6 +67,14 @@ class Opens(Protocol):
     def open_object(self, key: str) -> OpenObject:
         """Open an object. FileNotFoundError if there is none."""
         ...
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """What a source may have beside where each answer takes its time. May be left out."""
+
+    requests_at_once: int
+    """Small objects that are worth reading at once, in threads."""
 
 
 class Sink(Protocol):

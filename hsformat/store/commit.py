@@ -10,8 +10,9 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple, overload
 
@@ -24,7 +25,7 @@ from hsformat.problems import Problem, problem
 from hsformat.record import Generation, Provenance
 from hsformat.store.array_json import ArraySpec
 from hsformat.store.arrays import array_specs
-from hsformat.store.backend import Source
+from hsformat.store.backend import Distant, Source
 from hsformat.store.metadata import SEGMENTS, hs_attribute, is_segment_name, read_json, segment_names
 
 __all__ = [
@@ -301,7 +302,12 @@ class Segments(NamedTuple):
 
 def load_segments(source: Source) -> Segments:
     """Read the commit records of all segments, of replaced ones as well; one that is damaged replaces none."""
-    found = {name: load_commit(source, name) for name in segment_names(source)}
+    names, load = segment_names(source), partial(load_commit, source)
+    if isinstance(source, Distant):
+        with ThreadPoolExecutor(source.requests_at_once) as pool:
+            found = dict(zip(names, pool.map(load, names), strict=True))
+    else:
+        found = {name: load(name) for name in names}
     return Segments(found, {old: c.name for c, _ in found.values() if c is not None for old in c.replaces})
 
 

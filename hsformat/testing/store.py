@@ -109,10 +109,13 @@ class StoreConformance:
         Of the round trip: how many drawn stores are written and read.
     shrinks
         Whether a failing one is made smaller, which takes a minute.
+    kill_step
+        A writer is killed at each operation; for a slow place at every so many, and at the last.
     """
 
     examples: ClassVar[int] = 20
     shrinks: ClassVar[bool] = True
+    kill_step: ClassVar[int] = 1
 
     def place(self, name: str) -> Backend:
         """Return a new handle of the place of this name."""
@@ -369,7 +372,7 @@ class StoreConformance:
         _write(spy)
         wanted = {r.id: r for r in _records()}
         committed_counts = set()
-        for dies_at in range(len(spy.calls)):
+        for dies_at in sorted({*range(0, len(spy.calls), self.kill_step), len(spy.calls) - 1}):
             handle = self.fresh()
             dying = Spy(handle(), dies_at=dies_at, torn=torn)
             with pytest.raises(Killed):

@@ -33,7 +33,7 @@ class Format(StrEnum):
 
 
 def validate(
-    store: Annotated[str, typer.Argument(help="Path of a store.")],
+    store: Annotated[str, typer.Argument(help="Path or address of a store.")],
     level: Annotated[
         Level,
         typer.Option(

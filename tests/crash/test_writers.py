@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,26 @@ def test_12_writers_lose_and_repeat_nothing(tmp_path):  # Model-Optimizer PR#404
     for record_id, seed in wanted.items():
         assert_same_record(store[record_id], tiny_record(CONTRACT, id=record_id, seed=seed))
     assert hs.validate_store(path, level="full") == []
+
+
+def write_many(path: Path, writer: int) -> None:
+    with hs.append(path, segment_bytes=40_000) as out:
+        for i in range(200):
+            out.append(tiny_record(CONTRACT, id=f"w{writer}-{i}", seed=writer * 200 + i))
+
+
+def test_8_writers_of_200_records(tmp_path):
+    path = tmp_path / "x.hs.zarr"
+    hs.create(path, CONTRACT).close()
+    run(write_many, path, 8)
+    store = hs.open(path)
+    assert len(store) == len(set(store.ids)) == 1600
+    assert all(n >= 2 for n in Counter(s.writer for s in store.segments).values())
+    for w in range(8):
+        for i in range(200):
+            wanted = tiny_record(CONTRACT, id=f"w{w}-{i}", seed=w * 200 + i)
+            assert_same_record(store[wanted.id], wanted)
+    assert hs.validate_store(path, level="metadata") == []
 
 
 def test_4_processes_commit_one_id(tmp_path):  # vllm PR#43805

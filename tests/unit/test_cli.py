@@ -236,7 +236,7 @@ def test_weights_that_make_another_model(extract, tmp_path):
 
 @needs_torch
 def test_output_that_is_no_path(extract, tmp_path, monkeypatch):
-    for out in ("s3://bucket/x.hs.zarr", ""):
+    for out in ("ftp://bucket/x.hs.zarr", "s3://", ""):
         code, _, err = extract(out=out)
         assert (code, codes(err)) == (2, {"HS501"})
     monkeypatch.chdir(tmp_path)
