@@ -348,6 +348,8 @@ class HsError(ValueError):
     """
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
+        if isinstance(problems, str):  # as torch's DataLoader makes an error of a worker again; each letter no problem
+            raise TypeError("an error is made of problems, not of text")
         self.problems: list[Problem] = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(p) for p in self.problems))
 
