@@ -23,9 +23,10 @@ BLOCKS = [
 ]
 
 
-def test_every_block_of_the_testing_guide_is_run():
-    text = (ROOT / "docs/guides/testing.md").read_text("utf-8")
-    assert text.count("```python") == sum(1 for p in BLOCKS if p.id.startswith("testing-")) == 4
+@pytest.mark.parametrize(("guide", "count"), [("testing", 4), ("loading", 1)])
+def test_every_block_of_a_guide_is_run(guide, count):
+    text = (ROOT / f"docs/guides/{guide}.md").read_text("utf-8")
+    assert text.count("```python") == sum(1 for p in BLOCKS if p.id.startswith(f"{guide}-")) == count
 
 
 @pytest.mark.parametrize(("name", "code"), BLOCKS)

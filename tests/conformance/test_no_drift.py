@@ -301,7 +301,7 @@ def test_examples_in_docstrings_are_true(name):
 
 
 def test_module_tables_name_the_modules_that_exist():
-    for package in ("hsformat.store", "hsformat.testing"):
+    for package in ("hsformat.store", "hsformat.testing", "hsformat.torch"):
         module = importlib.import_module(package)
         doc = inspect.getdoc(module) or ""
         files = {m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")}
