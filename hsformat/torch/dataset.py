@@ -97,7 +97,7 @@ class RecordDataset(Dataset[TensorRecord]):
         if not isinstance(self.source, SegmentedSource):
             return None
         counts = self.source.segment_counts()
-        return np.repeat(np.arange(len(counts)), counts)[self._rows]
+        return np.repeat(np.arange(len(counts), dtype=np.int64), counts)[self._rows]
 
     def nbytes(self) -> npt.NDArray[np.int64] | None:
         """Return [R]: bytes of the tensors of each record; None if the source does not tell."""

@@ -121,7 +121,7 @@ class RecordLoader:
         if most is None or self._tokens is None:
             return
         if (long := np.flatnonzero(self._tokens > most)).size:
-            first = f"{self.dataset.id_of(long[0])!r} of {self._tokens[long[0]]} is the first"
+            first = f"{self.dataset.id_of(int(long[0]))!r} of {self._tokens[long[0]]} is the first"
             what = f"{long.size} records have more than max_tokens={most} tokens, {first}"
             raise ValueError(f"{what}: raise it, or leave them out by the dataset's ids")
 

@@ -207,7 +207,7 @@ def shared(batches: Sequence[_Ints], left_out: _Ints, *, world_size: int, drop_l
 
 
 def _halved(batches: Sequence[_Ints], more: int) -> list[_Ints]:
-    heap = [(-len(rows), (i,), 0) for i, rows in enumerate(batches)]
+    heap: list[tuple[int, tuple[int, ...], int]] = [(-len(rows), (i,), 0) for i, rows in enumerate(batches)]
     heapq.heapify(heap)  # (minus its size, its place among others, where it starts in its batch)
     for _ in range(more):
         size, place, start = heap[0]
