@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hsformat.torch.tensors import TensorRecord
@@ -148,14 +149,18 @@ def pack(records: Sequence[TensorRecord]) -> Packed:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join along the first axis; by NumPy, since torch would start threads of its own for each thread that asks."""
-    first = tensors[0]
-    out = torch.empty((sum(map(len, tensors)), *first.shape[1:]), dtype=first.dtype)
-    np.concatenate([_bytes(t) for t in tensors], out=_bytes(out))
-    return out
+    """Join along the first axis.
+
+    By NumPy: torch would start threads of its own for each thread that asks; and NumPy asks the system for huge pages,
+    without which most of the time goes into memory that is new to the process (docs/benchmarks.md).
+    """
+    parts = [_bytes(t) for t in tensors]
+    out = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), np.uint8)
+    np.concatenate(parts, out=out)
+    return torch.from_numpy(out).view(tensors[0].dtype)
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
+def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
