@@ -86,7 +86,7 @@ class RecordDataset(Dataset[TensorRecord]):
 
     def id_of(self, index: int) -> str:
         """Return the id of a record."""
-        return self.source.ids[self._rows[index]]
+        return self.source.ids[int(self._rows[index])]
 
     def token_counts(self) -> npt.NDArray[np.int64] | None:
         """Return [R]: T of each record; None if the source does not tell."""
