@@ -6,10 +6,13 @@ import threading
 import weakref
 
 import numpy as np
+import pytest
 from factories import tiny_contract, tiny_record
 
 import hsformat as hs
 from hsformat.torch import pack
+
+pytestmark = pytest.mark.needs("torch")  # nothing imports this module without it
 
 CONTRACT = tiny_contract()
 LENGTHS = [3 + 5 * i % 11 for i in range(30)]

@@ -16,7 +16,7 @@ BLOCKS = [
         m[1],
         m[0],
         id=f"{path.stem}-{m[1]}",
-        marks=[pytest.mark.needs("torch")] if "hsformat_extractors" in m[0] else [],
+        marks=[pytest.mark.needs("torch")] if re.search(r"hsformat_extractors|hsformat\.torch", m[0]) else [],
     )
     for path in sorted((ROOT / "docs/guides").glob("*.md"))
     for m in re.finditer(r"(?<=^```python\n)# (test_\w+\.py)\n.*?(?=^```)", path.read_text("utf-8"), re.M | re.S)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from hsformat.torch.plan import Batching, by_tokens, record_order, segment_order
 
+pytestmark = pytest.mark.needs("torch")
+
 
 @st.composite
 def plans(draw):

@@ -20,6 +20,8 @@ from hsformat.testing import build_store
 from hsformat.torch import RecordDataset, RecordLoader, TensorRecord, pack, tensor_record
 from hsformat.torch.tensors import to_tensor
 
+pytestmark = pytest.mark.needs("torch")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):

@@ -19,6 +19,8 @@ import hsformat as hs
 from hsformat.testing import build_store
 from hsformat.torch import RecordDataset, RecordLoader, pack
 
+pytestmark = pytest.mark.needs("torch")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
