@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StoreError,
     )
     from hsformat.record import Generation, Provenance, Record, TokenSample
+    from hsformat.source import RecordSource
     from hsformat.store import Store, Writer, append, create, open
     from hsformat.validate import validate_store
 
@@ -47,6 +48,7 @@ _NAMES = {
         "StoreError",
     ),
     "hsformat.record": ("Generation", "Provenance", "Record", "TokenSample"),
+    "hsformat.source": ("RecordSource",),
     "hsformat.store": ("Store", "Writer", "append", "create", "open"),
     "hsformat.validate": ("validate_store",),
 }  # fmt: skip
@@ -69,6 +71,7 @@ __all__ = [
     "Problem",
     "Provenance",
     "Record",
+    "RecordSource",
     "ResolveError",
     "Rope",
     "ServingLayout",

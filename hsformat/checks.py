@@ -21,6 +21,7 @@ from hsformat.scan import CaptureStats, StateScan
 
 __all__ = [
     "MAX_ID_BYTES",
+    "check_loaded",
     "check_record",
     "check_tokens",
     "token_range_problem",
@@ -79,6 +80,31 @@ def check_record(contract: Contract, record: Record) -> tuple[list[Problem], dic
         stats[capture.key] = scan.stats
         problems.extend(scan.problems())
     return problems, stats
+
+
+def check_loaded(contract: Contract, record: Record, captures: Sequence[str]) -> list[Problem]:
+    """Check everything of a record of any source but the numbers of its states, which are only looked at.
+
+    Parameters
+    ----------
+    captures
+        Keys of the captures that it must have, each as the contract says: shape and dtype.
+    """
+    out = check_tokens(contract, record)
+    where = f"record {record.id!r}"
+    for capture in (c for c in contract.captures if c.key in captures):
+        array = record.hidden.get(capture.key)
+        if array is None:
+            got, expected = f"captures {sorted(record.hidden)}", f"{capture.key} among them"
+            out.append(problem("HS109", where=f"{where}: hidden", got=got, expected=expected, record=record.id))
+            continue
+        found = _check_shape(contract, record, capture, array)
+        if not found and dtype_name(array.dtype) != capture.dtype:
+            place, got = f"{where}: hidden[{capture.key!r}]", f"dtype {dtype_name(array.dtype)}"
+            fix = "give states as they would be stored: hsformat.scan.to_stored"
+            found = [problem("HS207", where=place, got=got, expected=capture.dtype, fix=fix, record=record.id)]
+        out.extend(found)
+    return out
 
 
 def check_tokens(contract: Contract, record: Record) -> list[Problem]:

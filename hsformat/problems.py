@@ -349,6 +349,8 @@ class HsError(ValueError):
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems: list[Problem] = [problems] if isinstance(problems, Problem) else list(problems)
+        if not all(isinstance(p, Problem) for p in self.problems):  # letters of a text, as torch's DataLoader gives it
+            raise TypeError("an error is made of problems, not of text")
         super().__init__("\n".join(str(p) for p in self.problems))
 
     def __reduce__(self) -> tuple[type[HsError], tuple[list[Problem]]]:

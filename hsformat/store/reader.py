@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from operator import index
 from typing import Any, Literal, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
 
 from hsformat.compare import compare
 from hsformat.contract import Contract
@@ -91,8 +95,9 @@ def open(
 class Store:
     """The records of a store as they were committed when it was opened. Made by :func:`open`.
 
-    A sequence over (writer, segment number, row). It may be pickled and used after a fork; the files that it keeps open
-    and what it keeps in memory are bounded.
+    A sequence over (writer, segment number, row), and a :class:`hsformat.source.RecordSource`. It may be pickled, used
+    after a fork and read in several threads at once; the files that it keeps open and what it keeps in memory are
+    bounded.
 
     Attributes
     ----------
@@ -143,6 +148,18 @@ class Store:
     def tokens(self) -> int:
         """Tokens of all records."""
         return sum(sum(c.tokens) for c in self.segments)
+
+    def token_counts(self) -> npt.NDArray[np.int64]:
+        """Return [R]: T of each record."""
+        return _joined(c.tokens for c in self.segments)
+
+    def state_counts(self) -> npt.NDArray[np.int64]:
+        """Return [R]: S of each record."""
+        return _joined(c.states for c in self.segments)
+
+    def segment_counts(self) -> npt.NDArray[np.int64]:
+        """Return the number of records of each segment, in order."""
+        return np.array([c.records for c in self.segments], np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -244,7 +261,8 @@ class Store:
             )
             if len(self._readers) > _CACHED_SEGMENTS:
                 self._readers.popitem(last=False)
-        self._readers.move_to_end(segment)
+        with suppress(KeyError):  # another thread may just have let it go
+            self._readers.move_to_end(segment)
         return reader
 
     def __getstate__(self) -> dict[str, Any]:
@@ -253,3 +271,7 @@ class Store:
     def __repr__(self) -> str:
         counts = f"records={len(self)}, segments={len(self.segments)}"
         return f"Store({self.path!r}, {counts}, captures={list(self.contract.keys)})"
+
+
+def _joined(columns: Iterable[Sequence[int]]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *(np.asarray(c, np.int64) for c in columns)])

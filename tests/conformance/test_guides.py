@@ -16,16 +16,17 @@ BLOCKS = [
         m[1],
         m[0],
         id=f"{path.stem}-{m[1]}",
-        marks=[pytest.mark.needs("torch")] if "hsformat_extractors" in m[0] else [],
+        marks=[pytest.mark.needs("torch")] if re.search(r"hsformat_extractors|hsformat\.torch", m[0]) else [],
     )
     for path in sorted((ROOT / "docs/guides").glob("*.md"))
     for m in re.finditer(r"(?<=^```python\n)# (test_\w+\.py)\n.*?(?=^```)", path.read_text("utf-8"), re.M | re.S)
 ]
 
 
-def test_every_block_of_the_testing_guide_is_run():
-    text = (ROOT / "docs/guides/testing.md").read_text("utf-8")
-    assert text.count("```python") == sum(1 for p in BLOCKS if p.id.startswith("testing-")) == 4
+@pytest.mark.parametrize(("guide", "count"), [("testing", 4), ("loading", 1)])
+def test_every_block_of_a_guide_is_run(guide, count):
+    text = (ROOT / f"docs/guides/{guide}.md").read_text("utf-8")
+    assert text.count("```python") == sum(1 for p in BLOCKS if p.id.startswith(f"{guide}-")) == count
 
 
 @pytest.mark.parametrize(("name", "code"), BLOCKS)

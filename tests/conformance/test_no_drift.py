@@ -290,22 +290,26 @@ def test_mask_rules_are_the_table_of_their_module():
     assert "The mask rule `serving`" in " ".join(SPEC.split())
 
 
+def _or_needs_torch(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.needs("torch")) if name.startswith("hsformat.torch") else name
+
+
 MODULES = sorted(
     m.name for m in pkgutil.walk_packages(hsformat.__path__, "hsformat.") if not m.name.endswith("__main__")
 )
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [_or_needs_torch(name) for name in MODULES])
 def test_examples_in_docstrings_are_true(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_module_tables_name_the_modules_that_exist():
-    for package in ("hsformat.store", "hsformat.testing"):
-        module = importlib.import_module(package)
-        doc = inspect.getdoc(module) or ""
-        files = {m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")}
-        assert set(re.findall(r"``([a-z_]+)``", doc.split("=\n", 1)[1].rsplit("=\n", 1)[0])) == files, package
+@pytest.mark.parametrize("package", [_or_needs_torch(f"hsformat.{p}") for p in ("store", "testing", "torch")])
+def test_module_tables_name_the_modules_that_exist(package):
+    module = importlib.import_module(package)
+    doc = inspect.getdoc(module) or ""
+    files = {m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")}
+    assert set(re.findall(r"``([a-z_]+)``", doc.split("=\n", 1)[1].rsplit("=\n", 1)[0])) == files, package
 
 
 # README, Makefile, pyproject.toml, ARCHITECTURE.

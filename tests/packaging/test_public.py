@@ -26,6 +26,7 @@ PUBLIC = {
     "Problem",
     "Provenance",
     "Record",
+    "RecordSource",
     "ResolveError",
     "Rope",
     "ServingLayout",
@@ -105,12 +106,19 @@ def test_testing_without_its_extra_names_the_command(missing):
     assert f"hsformat.testing needs {missing}: pip install 'hsformat[testing]'" in run.stderr
 
 
+def test_torch_without_its_extra_names_the_command():
+    code = "import sys; sys.modules['torch'] = None; import hsformat.torch"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode
+    assert "hsformat.torch needs torch: pip install 'hsformat[train]'" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
         ("import hsformat", HEAVY | {"pydantic", "numpy"}),
         ("import hsformat; hsformat.Contract; hsformat.Record; hsformat.compare; hsformat.Layout", HEAVY),
-        ("import hsformat; hsformat.engines; hsformat.target", HEAVY),
+        ("import hsformat; hsformat.engines; hsformat.target; hsformat.RecordSource", HEAVY),
         ("import hsformat; hsformat.open; hsformat.validate_store", {"torch", "transformers"}),
         ("import hsformat.prepare", {"torch", "transformers", "pyarrow", "zarr"}),
         ("import hsformat_extractors.transformers", {"torch", "transformers"}),
