@@ -6,6 +6,8 @@
 ``families``      what a config does not say, as a table
 ``checkpoint``    safetensors headers, bytes of one tensor
 ``keytensors``    embedding, final norm and lm_head by name
+``rows``          single rows and blocks of rows of a large matrix
+``ends``          the final norm and the head, computed in NumPy
 ``tokenizer``     digests of tokenizer and chat template
 ``jsonfiles``     JSON files, or where they break
 """

@@ -28,8 +28,8 @@ from hsformat.strict_json import parse_json
 from hsformat.target.jsonfiles import corrupt, read_object
 
 __all__ = [
-    "Checkpoint", "TensorInfo", "digest_tensor", "read_checkpoint", "read_header", "read_integers", "read_rows",
-    "read_tensor", "weights_digest",
+    "Checkpoint", "TensorInfo", "digest_tensor", "opened", "read_checkpoint", "read_header", "read_integers",
+    "read_rows", "read_tensor", "weights_digest",
 ]  # fmt: skip
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -128,7 +128,7 @@ def read_header(path: Path) -> list[TensorInfo]:
     ForeignFileError
         HS602: truncated, no safetensors header, or offsets that do not cover the buffer.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         size = path.stat().st_size
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
@@ -223,7 +223,7 @@ def weights_digest(checkpoint: Checkpoint) -> str:
     """Return the digest of all weight files: of the canonical JSON of sorted ``[[name, digest of bytes], ...]``."""
     pairs = []
     for name in checkpoint.files:
-        with _opened(checkpoint.folder / name) as file:
+        with opened(checkpoint.folder / name) as file:
             pairs.append([name, f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"])
     return digest_json(pairs)
 
@@ -237,7 +237,7 @@ def not_float(info: TensorInfo) -> Problem:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """Open a file for reading; what the system says against it, then or later, is HS602."""
     try:
         with path.open("rb") as file:
@@ -247,7 +247,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def _chunks(info: TensorInfo) -> Iterator[bytes]:
-    with _opened(info.file) as file:
+    with opened(info.file) as file:
         file.seek(info.start)
         left = info.nbytes
         while left:

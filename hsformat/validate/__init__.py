@@ -17,16 +17,21 @@ from hsformat.store.backend import CountedSource, Place, Source
 from hsformat.store.commit import CommitRecord, load_commit, replaced_note
 from hsformat.store.metadata import load_contract, segment_names, segments_group_problems
 from hsformat.store.places import backend_for
+from hsformat.target.describe import TargetDescription
 from hsformat.validate.draft import DraftCheck, check_draft
+from hsformat.validate.excerpt import is_greedy, spread
+from hsformat.validate.levels import SegmentNorms
+from hsformat.validate.norms import norm_problems
 from hsformat.validate.report import Level, Report, Tick
-from hsformat.validate.segment import SegmentCheck
-from hsformat.validate.target import check_target
+from hsformat.validate.segment import SAMPLE_RECORDS, SegmentCheck
+from hsformat.validate.target import check_target, describe_target
+from hsformat.validate.tokens import Counted, TokenCheck
 
 __all__ = ["DraftCheck", "Level", "Report", "run", "validate_store"]
 
 SAMPLE_SEGMENTS = 16
-SAMPLE_RECORDS = 4
-"""Of each segment in the sample."""
+NORM_SEGMENTS = 256
+"""Segments whose recorded norms are read at level ``sample``."""
 
 
 def validate_store(
@@ -41,10 +46,11 @@ def validate_store(
     Parameters
     ----------
     level
-        ``metadata``: structure, sizes of files, ids. ``sample``: also some records of some segments.
+        ``metadata``: structure, sizes of files, ids. ``sample``: also some records of some segments, recorded norms.
         ``full``: every checksum, every array, every number.
     target
-        Folder of the model that the data has to be of; a folder that is no model is a problem (HS6xx), too.
+        Folder of the model that the data has to be of; a folder that is no model is a problem (HS6xx), too. From level
+        ``sample`` on, some states are also compared with its embedding and its head.
     draft
         A draft that the data has to fit as an engine serves it.
 
@@ -72,7 +78,8 @@ def run(
     Parameters
     ----------
     target
-        Folder of the model that the data has to be of (:func:`hsformat.validate.target.check_target`).
+        Folder of the model that the data has to be of (:func:`hsformat.validate.target.check_target`,
+        :class:`hsformat.validate.tokens.TokenCheck`).
     draft
         A draft that the data has to fit as an engine serves it (:func:`hsformat.validate.draft.check_draft`).
     tick
@@ -98,25 +105,20 @@ def run(
     report.problems += seen.problems
     report.segments, report.records = len(seen.found), seen.records
     found = seen.found
-    if target is not None:
-        try:
-            report.problems += check_target(contract, seen.templates, target, where=place.location)
-        except NothingToOpen:
-            raise
-        except ForeignFileError as e:
-            report.problems += e.problems
+    described = None if target is None else _compare_target(contract, seen.templates, target, report)
     if draft is not None:
         report.problems += check_draft(contract, draft, target=target, longest=seen.longest, where=place.location)
     if level is not Level.METADATA:
-        picked = found if level is Level.FULL else [found[i] for i in _spread(len(found), SAMPLE_SEGMENTS)]
-        _content(place, contract, picked, report, tick)
+        done = _content(place, contract, found, report, tick)
+        if target is not None and described is not None:
+            _tokens(place, contract, found, report, target, described, lambda n, rest: tick(done + n, done + rest))
     return report
 
 
 class _Found(NamedTuple):
     """A segment as the first pass leaves it: its commit record is read again when its turn comes."""
 
-    name: str
+    counted: Counted
     unreadable: frozenset[str]
     planned: int
 
@@ -151,8 +153,10 @@ def _look(place: Source, contract: Contract, replaced: dict[str, str], *, level:
         seen.records += commit.records
         seen.longest = max(seen.longest, *commit.tokens)
         seen.templates.update(commit.provenance[i].template_digest for i in commit.provenance_index)
-        rows = range(commit.records) if level is Level.FULL else _spread(commit.records, SAMPLE_RECORDS)
-        seen.found.append(_Found(name, frozenset(check.unreadable), check.planned(rows, full=level is Level.FULL)))
+        rows = range(commit.records) if level is Level.FULL else spread(commit.records, SAMPLE_RECORDS)
+        planned = check.planned(rows, full=level is Level.FULL)
+        counted = Counted(name, commit.records, sum(is_greedy(commit, row) for row in range(commit.records)))
+        seen.found.append(_Found(counted, frozenset(check.unreadable), planned))
     return seen
 
 
@@ -167,11 +171,34 @@ def _duplicates(source: Source, commit: CommitRecord, owners: dict[str, str]) ->
     return out
 
 
-def _content(place: Source, contract: Contract, picked: list[_Found], report: Report, tick: Tick) -> None:
-    """Full: all records of all segments. Sample: evenly spaced ones, both ends among them."""
+def _compare_target(
+    contract: Contract, templates: Counter[str | None], target: str | os.PathLike[str], report: Report
+) -> TargetDescription | None:
+    """Compare with a model folder; one that cannot be read ends no more than the comparison."""
+    try:
+        described = describe_target(contract, target)
+    except NothingToOpen:
+        raise
+    except ForeignFileError as e:
+        report.problems += e.problems
+        return None
+    report.problems += check_target(contract, templates, described, where=report.store)
+    return described
+
+
+def _content(place: Source, contract: Contract, found: list[_Found], report: Report, tick: Tick) -> int:
+    """Check what is in the arrays; return the bytes read.
+
+    Full: all records of all segments. Sample: evenly spaced ones, both ends among them; of more segments, the norms.
+    """
     full = report.level is Level.FULL
-    done, ahead = 0, sum(f.planned for f in picked)
-    for name, unreadable, planned in picked:
+    picked = set(range(len(found)) if full else spread(len(found), SAMPLE_SEGMENTS))
+    normed = picked | set(() if full else spread(len(found), NORM_SEGMENTS))
+    norms: list[SegmentNorms] = []
+    done, ahead = 0, sum(found[i].planned for i in picked)
+    for i in sorted(normed):
+        (name, *_), unreadable, planned = found[i]
+        planned = planned if i in picked else 0
         ahead -= planned
 
         def show(n: int, done: int = done, rest: int = ahead, planned: int = planned) -> None:
@@ -183,17 +210,42 @@ def _content(place: Source, contract: Contract, picked: list[_Found], report: Re
             report.problems += problems
             continue
         check = SegmentCheck(source, contract, commit, unreadable)
-        rows = range(commit.records) if full else _spread(commit.records, SAMPLE_RECORDS)
-        if full:
-            report.problems += check.checksums()
-            report.bytes_checked += source.bytes_read
-        report.problems += check.arrays(rows)
-        report.records_checked += len(rows)
+        if i in picked:
+            _read(check, report, source)
+        segment_norms, problems = check.norms()
+        norms.append(segment_norms)
+        report.problems += problems
         report.bytes_checked += 0 if full else source.bytes_read
         done += source.bytes_read
     tick(done, done)
+    report.problems += norm_problems(contract, norms, where=place.location)
+    return done
 
 
-def _spread(n: int, k: int) -> list[int]:
-    """Return up to k different indexes of n, evenly spaced."""
-    return sorted({round(i * (n - 1) / max(1, min(n, k) - 1)) for i in range(min(n, k))})
+def _read(check: SegmentCheck, report: Report, source: CountedSource) -> None:
+    rows = range(check.commit.records) if report.level is Level.FULL else spread(check.commit.records, SAMPLE_RECORDS)
+    if report.level is Level.FULL:
+        report.problems += check.checksums()
+        report.bytes_checked += source.bytes_read
+    report.problems += check.arrays(rows)
+    report.records_checked += len(rows)
+
+
+def _tokens(
+    place: Source,
+    contract: Contract,
+    found: list[_Found],
+    report: Report,
+    target: str | os.PathLike[str],
+    described: TargetDescription,
+    tick: Tick,
+) -> None:
+    problems: list[Problem] = []
+    segments = [f.counted for f in found]
+    check = TokenCheck(
+        source=place, contract=contract, segments=segments, full=report.level is Level.FULL, problems=problems
+    )
+    head = contract.target.vocab_size * contract.target.hidden_size
+    check.run(target, described, lambda share: tick(round(share * head), head))
+    report.problems += [p for p in problems if p not in report.problems]  # what cannot be read is known already
+    report.states_compared = check.rows

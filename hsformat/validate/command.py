@@ -109,9 +109,11 @@ def _print_text(report: Report) -> None:
         typer.echo(f"{report.store}: could not be validated: {counts}")
         return
     verdict = "invalid" if report.count(Severity.ERROR) else "valid"
+    compared = report.states_compared
     typer.echo(
         f"{report.store}: {verdict} at level {report.level.value}: {counts}; records {report.records:,}, segments "
         f"{report.segments:,}, records read {report.records_checked:,}, bytes checked {report.bytes_checked:,}"
+        + ("" if compared is None else f", states compared with the target {compared:,}")
     )
 
 

@@ -19,7 +19,8 @@ class Level(StrEnum):
     """How far to look.
 
     ``metadata`` reads the JSON and the files' sizes; ``sample`` also some records of some segments, with the checksums
-    of what it reads; ``full`` every checksum, every array and every number.
+    of what it reads, and the recorded norms of up to 256 segments; ``full`` every checksum, every array and every
+    number.
     """
 
     METADATA = "metadata"
@@ -39,6 +40,8 @@ class Report:
         Whose states were read.
     bytes_checked
         Bytes of files whose checksum was verified (level ``full``), or of arrays read.
+    states_compared
+        Rows of states that were compared with the target's embedding or head; None: no target was given.
     """
 
     store: str
@@ -48,6 +51,7 @@ class Report:
     segments: int = 0
     records_checked: int = 0
     bytes_checked: int = 0
+    states_compared: int | None = None
 
     def count(self, severity: Severity) -> int:
         """Return the number of problems of a severity."""
@@ -63,6 +67,7 @@ class Report:
             "segments": self.segments,
             "records_checked": self.records_checked,
             "bytes_checked": self.bytes_checked,
+            "states_compared": self.states_compared,
             "counts": {s.value: self.count(s) for s in Severity},
             "problems": [p.to_dict() for p in self.problems],
         }

@@ -2,30 +2,36 @@
 
 States are read in blocks of rows that cross records, so that each chunk is decoded once and memory stays bounded. What
 cannot be read is reported once, with the records that it touches, and what depends on it is left out. May import
-``store`` and ``checks``.
+``store``, ``checks`` and ``validate.levels``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import numpy as np
 
 from hsformat.checks import check_tokens
 from hsformat.contract import Contract
 from hsformat.problems import Problem, StoreError, problem
-from hsformat.scan import StateScan
+from hsformat.scan import CaptureStats, StateScan
 from hsformat.store.backend import Source
 from hsformat.store.commit import CommitRecord
 from hsformat.store.segment import SegmentReader
 from hsformat.store.verify import INDEX_ARRAYS, file_problems, index_problems
+from hsformat.validate.excerpt import runs, spread
+from hsformat.validate.levels import SegmentNorms
 
-__all__ = ["SegmentCheck"]
+__all__ = ["SAMPLE_RECORDS", "SegmentCheck"]
 
 READ_BYTES = 32 * 1024 * 1024
 """States are decoded in blocks of about this size."""
+SAMPLE_RECORDS = 4
+"""Of each segment: those that are read at level ``sample``, and whose mean norm is computed at any."""
+NORM_ROUNDING = 1e-3
+"""Relative difference of a mean norm that was summed in another order or in float32."""
 
 
 class SegmentCheck:
@@ -96,6 +102,23 @@ class SegmentCheck:
             if f"hidden/{key}" not in self.unreadable:
                 yield from self._states(key, rows)
 
+    def norms(self) -> tuple[SegmentNorms, list[Problem]]:
+        """Return the recorded statistics of all records, and why some could not be read (NaN)."""
+        shape = (self.commit.records, len(self._contract.keys))
+        mean_l2, max_abs = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+        problems: list[Problem] = []
+        for k, key in enumerate(self._contract.keys):
+            if (name := f"stats/{key}") not in self.unreadable:
+                stats, found = self._reader.try_read(name)
+                problems += found
+                if stats is None:
+                    self.unreadable.add(name)
+                else:
+                    mean_l2[:, k], max_abs[:, k] = stats[:, 0], stats[:, 1]
+        states = np.array(self.commit.states, np.int64)
+        name, ids = self.commit.name, self.commit.ids
+        return SegmentNorms(name=name, ids=ids, states=states, mean_l2=mean_l2, max_abs=max_abs), problems
+
     def _files(self, *, content: bool) -> Iterator[Problem]:
         for key in self.commit.files:
             name = _array_of(key)
@@ -140,8 +163,9 @@ class SegmentCheck:
         chunk = max(1, READ_BYTES // (self._contract.target.hidden_size * 4))
         chunk -= chunk % 256 if chunk > 256 else 0  # whole chunks, of the sizes that writers use
         ends = commit.state_starts[1:]
-        for first, last in _runs(rows):
-            row, scan = first, StateScan(capture, commit.ids[first], norms=False)
+        normed = set(spread(commit.records, SAMPLE_RECORDS))  # norms take most of the time of a scan
+        for first, last in runs(rows):
+            row, scan = first, StateScan(capture, commit.ids[first], norms=first in normed)
             for at in range(commit.state_starts[first], ends[last], chunk):
                 stop = min(at + chunk, ends[last])
                 try:
@@ -156,37 +180,37 @@ class SegmentCheck:
                     at += take
                     if at == ends[row]:
                         yield from (p.at(self._where) for p in scan.problems())
-                        yield from self._stats(key, row, scan.stats.max_abs)
+                        yield from self._stats(key, row, scan.stats, normed=row in normed)
                         row += 1
                         if row <= last:
-                            scan = StateScan(capture, commit.ids[row], norms=False)
+                            scan = StateScan(capture, commit.ids[row], norms=row in normed)
 
-    def _stats(self, key: str, row: int, max_abs: float) -> Iterator[Problem]:
+    def _stats(self, key: str, row: int, stats: CaptureStats, *, normed: bool) -> Iterator[Problem]:
         """Compare with the statistics recorded at write time: states of another capture or segment are found so."""
         if f"stats/{key}" in self.unreadable:
             return
-        recorded = float(self._reader.rows(f"stats/{key}", slice(row, row + 1))[0, 1])
+        mean_l2, max_abs = map(float, self._reader.rows(f"stats/{key}", slice(row, row + 1))[0])
         with np.errstate(over="ignore"):
-            found = float(np.float32(max_abs))
-        if found != recorded:
-            rid = self.commit.ids[row]
-            yield problem(
-                "HS504",
-                where=f"{self._where}/hidden/{key}: record {rid!r}",
-                got=f"states with a largest absolute value of {found:g}",
-                expected=f"{recorded:g}, as recorded when they were written",
-                record=rid,
-            )
+            found = float(np.float32(stats.max_abs))
+        rid = self.commit.ids[row]
+        where = f"{self._where}/hidden/{key}: record {rid!r}"
+        expected = "as recorded when they were written"
+        if found != max_abs:
+            got = f"states with a largest absolute value of {found:g}"
+            yield problem("HS504", where=where, got=got, expected=f"{max_abs:g}, {expected}", record=rid)
+        elif (
+            normed and math.isfinite(stats.mean_l2) and not math.isclose(stats.mean_l2, mean_l2, rel_tol=NORM_ROUNDING)
+        ):
+            got = f"states with a mean L2 norm of {stats.mean_l2:g}"
+            yield problem("HS504", where=where, got=got, expected=f"{mean_l2:g}, {expected}", record=rid)
+
+
+def _is_near(found: float, recorded: float) -> bool:
+    """Return whether a mean norm is the recorded one; of states that are not finite (HS201) there is none."""
+    return not math.isfinite(found) or math.isclose(found, recorded, rel_tol=NORM_ROUNDING)
 
 
 def _array_of(key: str) -> str:
     """Return the array that a file of a segment belongs to: ``hidden/d2/c/0/0`` to ``hidden/d2``."""
     parts = key.split("/")
     return "/".join(parts[:2] if parts[0] in ("hidden", "stats", "fields") else parts[:1])
-
-
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of each run of consecutive numbers."""
-    for _, run in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-        members = [row for _, row in run]
-        yield members[0], members[-1]

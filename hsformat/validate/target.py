@@ -12,13 +12,15 @@ from pathlib import Path
 from hsformat.compare import compare
 from hsformat.contract import Contract
 from hsformat.problems import Problem, Severity, problem
-from hsformat.target.describe import TargetDescription, UnknownFamily, describe
+from hsformat.target.checkpoint import read_checkpoint
+from hsformat.target.describe import NORM_WEIGHT, TargetDescription, UnknownFamily, describe
+from hsformat.target.keytensors import find_key_tensors
 
-__all__ = ["check_target"]
+__all__ = ["check_target", "describe_target"]
 
 
 def check_target(
-    contract: Contract, templates: Mapping[str | None, int], folder: str | os.PathLike[str], *, where: str
+    contract: Contract, templates: Mapping[str | None, int], described: TargetDescription, *, where: str
 ) -> list[Problem]:
     """Compare a store's contract and chat templates with a model folder.
 
@@ -29,6 +31,8 @@ def check_target(
     ----------
     templates
         Number of records by template digest; None: records without a template.
+    described
+        The folder, by :func:`describe_target`.
     where
         The store's place.
 
@@ -36,13 +40,7 @@ def check_target(
     -------
     HS301 (target), HS302 (tokenizer), HS305 (quantisation), HS409 (hidden size), and HS303 (warning) for each other
     chat template.
-
-    Raises
-    ------
-    ForeignFileError
-        The folder cannot be read as a model.
     """
-    described = _describe(contract, folder)
     own = contract.target
     same_name = described.model.model_copy(update={"name": own.name, "revision": own.revision})
     served = contract.model_copy(update={"target": same_name, "tokenizer_digest": described.tokenizer_digest})
@@ -60,17 +58,26 @@ def check_target(
     return out
 
 
-def _describe(contract: Contract, folder: str | os.PathLike[str]) -> TargetDescription:
-    """Describe the folder; of a family outside the table, the facts that were measured are taken from the contract."""
+def describe_target(contract: Contract, folder: str | os.PathLike[str]) -> TargetDescription:
+    """Describe a model folder; of a family outside the table, the facts that were measured are taken from the contract.
+
+    Raises
+    ------
+    ForeignFileError
+        The folder cannot be read as a model.
+    """
     target, path = contract.target, Path(folder)
     everything = target.weights_digest is not None
     try:
         return describe(path, dtype=target.dtype, weights_digest=everything)
     except UnknownFamily:
+        tensors = find_key_tensors(read_checkpoint(path), tied=True, norm_weight=None, problems=[])
         measured = {
             "final_norm": target.final_norm.model_dump(),
             "embedding_scale": target.embedding.scale,
             "head_scale": target.head.scale,
             "softcap": target.head.softcap,
+            # The contract does not say it, but the basis digest does: a weight too many or too few is HS301.
+            NORM_WEIGHT: tensors["final_norm"] is not None,
         }
         return describe(path, dtype=target.dtype, weights_digest=everything, measured=measured)
