@@ -226,7 +226,7 @@ def _read(check: SegmentCheck, report: Report, source: CountedSource) -> None:
     rows = range(check.commit.records) if report.level is Level.FULL else spread(check.commit.records, SAMPLE_RECORDS)
     if report.level is Level.FULL:
         report.problems += check.checksums()
-        report.bytes_checked += source.bytes_read
+        report.bytes_checked += source.bytes_read + sum(check.shards)
     report.problems += check.arrays(rows)
     report.records_checked += len(rows)
 

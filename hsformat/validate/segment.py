@@ -8,13 +8,16 @@ cannot be read is reported once, with the records that it touches, and what depe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hsformat.checks import check_tokens
 from hsformat.contract import Contract
+from hsformat.digests import Checksum
 from hsformat.problems import Problem, StoreError, problem
 from hsformat.scan import CaptureStats, StateScan
 from hsformat.store.backend import Source
@@ -52,6 +55,7 @@ class SegmentCheck:
         self._names = self._reader.array_names
         self._where = f"{source.location}/{commit.prefix}"
         self.unreadable = set(unreadable)
+        self._whole = False
 
     def structure(self) -> Iterator[Problem]:
         """Check the commit record against the contract, and each file's presence and size."""
@@ -78,11 +82,24 @@ class SegmentCheck:
         share = sum(self.commit.states[row] for row in rows) / sum(self.commit.states)
         states = sum(f.size for k, f in self.commit.files.items() if k.startswith("hidden/"))
         rest = sum(f.size for k, f in self.commit.files.items() if not k.startswith("hidden/") and k.endswith("/0"))
-        return rest + round(share * states) + (self.commit.nbytes if full else 0)
+        return rest + (self.commit.nbytes if full else round(share * states))
 
     def checksums(self) -> Iterator[Problem]:
-        """Check every byte of every file that :meth:`structure` found to be there."""
-        yield from self._files(content=True)
+        """Check every byte of every file that :meth:`structure` found to be there, but shards of states.
+
+        :meth:`arrays` reads those once, for their numbers and their checksums, if all records are asked for after this.
+        """
+        self._whole = True
+        yield from self._files(content=True, but=[self._shard(key) for key in self._contract.keys])
+
+    @property
+    def shards(self) -> list[int]:
+        """Bytes of each shard of states that can be read."""
+        keys = [key for key in self._contract.keys if f"hidden/{key}" not in self.unreadable]
+        return [self.commit.files[self._shard(key)].size for key in keys]
+
+    def _shard(self, key: str) -> str:
+        return f"hidden/{key}/c/0/0"
 
     def arrays(self, rows: Sequence[int]) -> Iterator[Problem]:
         """Read and check offsets and ids of the segment, and tokens and states of the given records."""
@@ -100,7 +117,7 @@ class SegmentCheck:
         yield from self._tokens(rows)
         for key in self._contract.keys:
             if f"hidden/{key}" not in self.unreadable:
-                yield from self._states(key, rows)
+                yield from self._all_states(key) if self._whole else self._states(key, rows)
 
     def norms(self) -> tuple[SegmentNorms, list[Problem]]:
         """Return the recorded statistics of all records, and why some could not be read (NaN)."""
@@ -119,10 +136,10 @@ class SegmentCheck:
         name, ids = self.commit.name, self.commit.ids
         return SegmentNorms(name=name, ids=ids, states=states, mean_l2=mean_l2, max_abs=max_abs), problems
 
-    def _files(self, *, content: bool) -> Iterator[Problem]:
+    def _files(self, *, content: bool, but: Collection[str] = ()) -> Iterator[Problem]:
         for key in self.commit.files:
             name = _array_of(key)
-            if name in self.unreadable:
+            if name in self.unreadable or key in but:
                 continue
             for p in file_problems(self._source, self.commit, keys=[key], content=content):
                 yield self._touching(p, name)
@@ -157,33 +174,67 @@ class SegmentCheck:
             record = self._reader.record(row, captures=())
             yield from (p.at(self._where) for p in check_tokens(self._contract, record))
 
+    def _all_states(self, key: str) -> Iterator[Problem]:
+        """Check the states of all records and the checksum of their file, read once if its chunks are in order."""
+        name, total = f"hidden/{key}", Checksum()
+        try:
+            blocks = self._reader.stream(name, total.update)
+            if blocks is None:
+                yield from self._damage(key)
+                yield from () if name in self.unreadable else self._states(key, range(self.commit.records))
+                return
+            yield from self._scanned(key, 0, self.commit.records - 1, blocks)
+        except StoreError as e:
+            found = list(self._damage(key)) or [self._touching(p, name) for p in e.problems]
+            self.unreadable.add(name)
+            yield from found
+            return
+        if str(total) != self.commit.files[self._shard(key)].checksum:
+            yield from self._damage(key)
+
+    def _damage(self, key: str) -> Iterator[Problem]:
+        """Compare a shard of states with its entry, byte by byte."""
+        name = f"hidden/{key}"
+        for p in file_problems(self._source, self.commit, keys=[self._shard(key)], content=True):
+            yield self._touching(p, name)
+            self.unreadable.add(name)
+
     def _states(self, key: str, rows: Sequence[int]) -> Iterator[Problem]:
-        commit, name = self.commit, f"hidden/{key}"
-        capture = self._contract.capture(key)
-        chunk = max(1, READ_BYTES // (self._contract.target.hidden_size * 4))
+        """Check the states of some records."""
+        name = f"hidden/{key}"
+        for first, last in runs(rows):
+            try:
+                yield from self._scanned(key, first, last, self._blocks(name, first, last))
+            except StoreError as e:  # damage that sizes do not show
+                self.unreadable.add(name)
+                yield from (self._touching(p, name) for p in e.problems)
+                return
+
+    def _blocks(self, name: str, first: int, last: int) -> Iterator[npt.NDArray[Any]]:
+        """Yield the rows of some records in a row, in blocks."""
+        starts, chunk = self.commit.state_starts, max(1, READ_BYTES // (self._contract.target.hidden_size * 4))
         chunk -= chunk % 256 if chunk > 256 else 0  # whole chunks, of the sizes that writers use
+        for at in range(starts[first], starts[last + 1], chunk):
+            yield self._reader.rows(name, slice(at, min(at + chunk, starts[last + 1])))
+
+    def _scanned(self, key: str, first: int, last: int, blocks: Iterable[npt.NDArray[Any]]) -> Iterator[Problem]:
+        """Check the numbers of some records in a row."""
+        commit, capture = self.commit, self._contract.capture(key)
         ends = commit.state_starts[1:]
         normed = set(spread(commit.records, SAMPLE_RECORDS))  # norms take most of the time of a scan
-        for first, last in runs(rows):
-            row, scan = first, StateScan(capture, commit.ids[first], norms=first in normed)
-            for at in range(commit.state_starts[first], ends[last], chunk):
-                stop = min(at + chunk, ends[last])
-                try:
-                    block = self._reader.rows(name, slice(at, stop))
-                except StoreError as e:  # damage that sizes do not show
-                    self.unreadable.add(name)
-                    yield from (self._touching(p, name) for p in e.problems)
-                    return
-                while at < stop:
-                    take = min(stop, ends[row]) - at
-                    scan.add(block[len(block) - (stop - at) :][:take])
-                    at += take
-                    if at == ends[row]:
-                        yield from (p.at(self._where) for p in scan.problems())
-                        yield from self._stats(key, row, scan.stats, normed=row in normed)
-                        row += 1
-                        if row <= last:
-                            scan = StateScan(capture, commit.ids[row], norms=row in normed)
+        row, at, scan = first, commit.state_starts[first], StateScan(capture, commit.ids[first], norms=first in normed)
+        for block in blocks:
+            start = 0
+            while start < len(block):
+                take = min(len(block) - start, ends[row] - at)
+                scan.add(block[start : start + take])
+                start, at = start + take, at + take
+                if at == ends[row]:
+                    yield from (p.at(self._where) for p in scan.problems())
+                    yield from self._stats(key, row, scan.stats, normed=row in normed)
+                    row += 1
+                    if row <= last:
+                        scan = StateScan(capture, commit.ids[row], norms=row in normed)
 
     def _stats(self, key: str, row: int, stats: CaptureStats, *, normed: bool) -> Iterator[Problem]:
         """Compare with the statistics recorded at write time: states of another capture or segment are found so."""
