@@ -105,7 +105,7 @@ def test_an_engine_that_does_what_the_row_says_is_proved(engine, served, target)
     assert max(m.relative_error for m in figures if m.relative_error is not None) < 1e-5
 
 
-_NOT_ASKED = {"versions", "source", "evidence", "layout", "architectures", "attention"}
+_NOT_ASKED = {"versions", "source", "evidence", "layout", "architectures", "attention", "positions"}
 OFF = {"keys": (), "combine": "first", "default": False}
 
 
@@ -142,7 +142,6 @@ def changed(row: DraftRow) -> dict[str, list[Any]]:
         "partial_rotary_keys": [
             () if "partial_rotary_factor" in row.partial_rotary_keys else ("partial_rotary_factor",)
         ],
-        "positions": [{"draft": "target", "target": "draft"}[row.positions]],
         # Positions that all move by one give the same attention: of the shift, the token alone shows in logits.
         "shift": [{**row.shift.model_dump(), "token": 0}],
     }
