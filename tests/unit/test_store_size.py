@@ -244,8 +244,10 @@ def test_states_that_are_stored_wider_than_they_are(tmp_path: Path) -> None:
     assert least_bytes(Dimensions.of(contract), tokens=300, states=300) < store.nbytes
 
 
+@pytest.mark.needs("torch")
 def test_a_view_of_a_batch_is_stored_alone(tmp_path: Path) -> None:  # pytorch#33101: the whole batch was saved
-    torch = pytest.importorskip("torch")
+    import torch
+
     contract = tiny_contract(codec="fast", target={"hidden_size": 128})
     batch = torch.randn(64, 256, 128).to(torch.bfloat16)
     views = {key: batch[i, :256] for i, key in enumerate(contract.keys)}
