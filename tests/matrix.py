@@ -9,14 +9,16 @@ torch is in the row of the oldest Python alone, by the build that constraints.tx
 default for the others brings gigabytes of libraries for GPUs. The other rows leave out the tests marked
 ``needs("torch")``.
 
-    python tests/matrix.py               all rows; the table also goes to build/matrix/table.md
+    python tests/matrix.py               all rows
     python tests/matrix.py 3.13 lowest   these rows
-    python tests/matrix.py --record      all rows, and the table into docs/support.md
+    python tests/matrix.py --record      the table of all rows into docs/support.md, if all have passed with this code
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -59,6 +61,7 @@ class Outcome:
     passed: int
     result: str
     seconds: float
+    code: str
 
     @property
     def good(self) -> bool:
@@ -167,14 +170,41 @@ def run(row: Row, python: Path, arguments: list[str]) -> Outcome:
         result = "passed"
     else:
         result = ", ".join(f"{n} {k}" for k, n in bad.items()) or f"pytest ended with {done.returncode}"
-    return Outcome(
+    outcome = Outcome(
         row=row,
         python=version,
         versions={name: installed[name] for name in SHOWN if name in installed},
         passed=counts.get("passed", 0),
         result=result,
         seconds=seconds,
+        code=code_digest(),
     )
+    (BUILD / f"{row.name}.outcome.json").write_text(json.dumps(dataclasses.asdict(outcome), default=str), "utf-8")
+    return outcome
+
+
+def code_digest() -> str:
+    """Return a digest of the code that is tested and of its ranges."""
+    h = hashlib.sha256()
+    for path in sorted([*ROOT.glob("hsformat/**/*.py"), *ROOT.glob("extractors/**/*.py"), ROOT / "pyproject.toml"]):
+        h.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return h.hexdigest()
+
+
+def outcomes_of(known: list[Row]) -> list[Outcome] | str:
+    """Return the last outcomes of all rows, or why they make no table."""
+    out = []
+    for row in known:
+        path = BUILD / f"{row.name}.outcome.json"
+        if not path.exists():
+            return f"row {row.name} has not been run"
+        outcome = Outcome(**{**json.loads(path.read_text("utf-8")), "row": row})
+        if not outcome.good:
+            return f"row {row.name}: {outcome.result}"
+        if outcome.code != code_digest():
+            return f"row {row.name} was run of other code"
+        out.append(outcome)
+    return out
 
 
 def table(outcomes: list[Outcome]) -> Iterator[str]:
@@ -210,10 +240,14 @@ def main() -> int:
     known = rows(list(found))
     if unknown := set(options.rows) - {r.name for r in known}:
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in known)}")
-    if options.record and options.rows:
-        parser.error("--record is about all rows")
-    wanted = [r for r in known if not options.rows or r.name in options.rows]
     BUILD.mkdir(parents=True, exist_ok=True)
+    if options.record:
+        recorded = outcomes_of(known)
+        if isinstance(recorded, str):
+            parser.error(recorded)
+        record(list(table(recorded)))
+        return 0
+    wanted = [r for r in known if not options.rows or r.name in options.rows]
     if options.prepare:
         for row in wanted:
             prepare(row, found[row.python])
@@ -222,13 +256,8 @@ def main() -> int:
     for row in wanted:
         print(f"== {row.name}: {found[row.python]}", flush=True)
         outcomes.append(run(row, found[row.python], arguments))
-    lines = list(table(outcomes))
-    print("\n".join(lines))
-    (BUILD / "table.md").write_text("\n".join(lines) + "\n", "utf-8")
-    good = all(o.good for o in outcomes)
-    if options.record and good:
-        record(lines)
-    return 0 if good else 1
+    print("\n".join(table(outcomes)))
+    return 0 if all(o.good for o in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_wheel_is_the_same_from_the_source_distribution(wheel, wheel_of_sdist):
 
 def test_source_distribution_holds_what_its_tests_need_and_no_junk(unpacked):
     names = {p.relative_to(unpacked).as_posix() for p in unpacked.rglob("*") if p.is_file()}
-    for folder in ("hsformat", "extractors", "tests", "docs", "examples", "benchmarks"):
+    for folder in ("hsformat", "extractors", "tests", "docs", "examples", "benchmarks", "scripts"):
         assert tree(folder) == {n for n in names if n.startswith(f"{folder}/")}
     tops = {n for n in names if "/" not in n}
     assert tops == {

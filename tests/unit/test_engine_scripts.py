@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+pytestmark = pytest.mark.needs("torch")
+
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "engines"
 
 

@@ -22,6 +22,8 @@ from hsformat_extractors.probes.serve import FEATURES, LOGITS, Job, job_of
 from hsformat_extractors.probes.trials import DEPTHS, capture_trials, id_keys
 from hsformat_extractors.probes.watch import watching
 
+pytestmark = pytest.mark.needs("torch")
+
 N = DEPTHS[0]
 
 

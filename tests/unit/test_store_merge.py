@@ -30,6 +30,8 @@ from hsformat.store.metadata import segment_names
 from hsformat.target.keytensors import basis_digest, key_tensors
 from hsformat.validate import validate_store
 
+pytestmark = pytest.mark.needs("torch")  # of the final norm's tests, and of the tiny models
+
 CONTRACT = tiny_contract()
 RECORDS = [tiny_record(CONTRACT, f"r{i}", tokens=9 + i, seed=i) for i in range(6)]
 

@@ -23,6 +23,8 @@ from hsformat.target.ends import open_ends
 from hsformat.validate import Level, Report, run
 from hsformat_extractors.transformers import TransformersExtractor
 
+pytestmark = pytest.mark.needs("torch")
+
 TOKENIZER = Path(__file__).parents[1] / "data" / "tiny-llama" / "tokenizer.json"
 GREEDY = Generation(mode="greedy", max_new_tokens=24)
 KEYS = ("d0", "d1", "d2", "d3", "d4", "d4n")
