@@ -1,6 +1,7 @@
 """Spec 1.0: what is generated from the models and the code table, so that no fact is written twice.
 
-May import ``contract`` and ``problems``.
+The examples of the codes are data beside this module (``examples.json``), which ``hsformat.testing.examples`` makes by
+running them. May import ``contract`` and ``problems``.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
 from hsformat.contract import Contract
 from hsformat.problems import CODES
 
-__all__ = ["Rule", "contract_schema", "problems_document", "rules"]
+__all__ = ["EXAMPLES", "Example", "Rule", "contract_schema", "problem_example", "problems_document", "rules"]
+
+EXAMPLES = Path(__file__).with_name("examples.json")
 
 _RULE = re.compile(
     r"^- \*\*(?P<id>[A-Z]-[0-9]+)(?: \((?P<level>MUST|SHOULD), (?P<code>HS[0-9]{3})\))?\*\*", re.MULTILINE
@@ -55,8 +61,35 @@ def contract_schema() -> str:
     return f"{json.dumps(schema, indent=2, ensure_ascii=False)}\n"
 
 
-def problems_document() -> str:
-    """Return docs/problems.md: every code, what it means, why it matters and what to do."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """Lines of Python that end in a problem of some code, and the text of what they gave."""
+
+    source: str
+    problems: str
+
+
+def problem_example(code: str) -> Example | None:
+    """Return the example of a problem code; None: nothing reports this code yet."""
+    return _examples(EXAMPLES.read_text("utf-8"))[1].get(code)
+
+
+@cache
+def _examples(text: str) -> tuple[str, dict[str, Example]]:
+    """Return the lines that all examples begin with, and the examples by code."""
+    data: dict[str, Any] = json.loads(text)
+    return data["preamble"], {code: Example(**e) for code, e in data["examples"].items()}
+
+
+def problems_document(examples: str | None = None) -> str:
+    """Return docs/problems.md: every code, what it means, why it matters, what to do, and an example.
+
+    Parameters
+    ----------
+    examples
+        The text of ``examples.json``; None: as it is on the disk.
+    """
+    preamble, by_code = _examples(EXAMPLES.read_text("utf-8") if examples is None else examples)
     lines = [
         "# Problem codes",
         "",
@@ -64,6 +97,13 @@ def problems_document() -> str:
         "",
         "Severity is what a code is by default. Exit codes: 0 without errors, 1 with an error, 2 when the job could",
         "not be done (" + ", ".join(c.code for c in CODES.values() if c.unable) + ").",
+        "",
+        "Each example is run by `make docs`, in an empty folder, and what it gave stands below it (of more than two",
+        "problems the first; `<writer>` is a name that is new each time). All begin with these lines:",
+        "",
+        "```python",
+        preamble,
+        "```",
     ]
     infos = list(CODES.values())
     for before, info in pairwise([None, *infos]):
@@ -80,4 +120,9 @@ def problems_document() -> str:
             f"- Why it matters: {info.why}",
             f"- What to do: {info.fix}",
         ]
+        example = by_code.get(info.code)
+        if example is None:
+            lines += ["", "No example: nothing in this version of hsformat reports this code."]
+        else:
+            lines += ["", "```python", example.source, "```", "", "```text", example.problems, "```"]
     return "\n".join(lines) + "\n"

@@ -23,7 +23,14 @@ except ModuleNotFoundError as e:
 pytest.register_assert_rewrite(*(f"hsformat.testing.{name}" for name in ("_harness", "extractor", "store")))
 
 from hsformat.testing.broken import BREAKS, Break, broken_records
-from hsformat.testing.builders import assert_same_record, build_store, digest, tiny_contract, tiny_record
+from hsformat.testing.builders import (
+    assert_same_record,
+    build_store,
+    digest,
+    tiny_contract,
+    tiny_record,
+    tiny_target,
+)
 from hsformat.testing.extractor import ExtractorConformance
 from hsformat.testing.store import StoreConformance
 from hsformat.testing.strategies import contracts, layouts, provenances, record_lists, records, token_samples
@@ -44,5 +51,6 @@ __all__ = [
     "records",
     "tiny_contract",
     "tiny_record",
+    "tiny_target",
     "token_samples",
 ]

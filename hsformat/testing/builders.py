@@ -5,6 +5,7 @@ May import everything of the core but the command line.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from hsformat.dtypes import numpy_dtype
 from hsformat.record import Record
 from hsformat.store import append, create
 
-__all__ = ["assert_same_record", "build_store", "digest", "tiny_contract", "tiny_record"]
+__all__ = ["assert_same_record", "build_store", "digest", "tiny_contract", "tiny_record", "tiny_target"]
 
 
 def digest(fill: str) -> str:
@@ -93,6 +94,48 @@ def tiny_record(
     if "hidden" in changes:
         arguments["hidden"].update(changes.pop("hidden"))
     return Record(**{**arguments, **changes})
+
+
+def tiny_target(folder: str | os.PathLike[str], **config: Any) -> Path:
+    """Write a model folder of :func:`tiny_contract`'s target and return it: enough to be described, not to be run.
+
+    It has a config of Llama, a tokenizer, and in bfloat16 the embedding, the final norm and lm_head, random ones. The
+    values of ``config`` replace those of ``config.json``; None removes one.
+    """
+    import ml_dtypes
+    from safetensors.numpy import save_file
+
+    target = tiny_contract().target
+    data: dict[str, Any] = {
+        "architectures": [target.architecture],
+        "model_type": "llama",
+        "dtype": target.dtype,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 2 * target.hidden_size,
+        "num_attention_heads": 2,
+        "num_hidden_layers": target.num_layers,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": target.final_norm.eps,
+        "rope_theta": target.rope[0].theta,
+        "tie_word_embeddings": False,
+        "vocab_size": target.vocab_size,
+        **config,
+    }
+    rng = np.random.default_rng(0)
+    matrix, h = (target.vocab_size, target.hidden_size), target.hidden_size
+    tensors = {
+        "model.embed_tokens.weight": rng.standard_normal(matrix),
+        "model.norm.weight": rng.uniform(0.5, 2, h),
+        "lm_head.weight": rng.standard_normal(matrix),
+    }
+    path = Path(folder)
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({k: v for k, v in data.items() if v is not None}), encoding="utf-8")
+    (path / "tokenizer.json").write_text(
+        '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', encoding="utf-8"
+    )
+    save_file({k: v.astype(ml_dtypes.bfloat16) for k, v in tensors.items()}, path / "model.safetensors")
+    return path
 
 
 def build_store(

@@ -1,8 +1,9 @@
 """Facts that are written twice are compared here, so that two readings of one fact never drift apart.
 
-Generated (``make docs``): the schema, docs/problems.md, docs/cli.md, the JSON cases. Compared: the tables, lists and
-constants of the specification with the models and the code; digests of section 3 with a second computation; README,
-CONTRIBUTING, docs, Makefile, pyproject.toml and ARCHITECTURE with the tree, the command line and the import rules.
+Generated (``make docs``): the schema, docs/problems.md and its examples, docs/cli.md, the JSON cases. Compared: the
+tables, lists and constants of the specification with the models and the code; digests of section 3 with a second
+computation; README, CONTRIBUTING, docs, Makefile, pyproject.toml and ARCHITECTURE with the tree, the command line and
+the import rules.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from hsformat.spec.__main__ import documents
 from hsformat.spec.v1_0 import rules
 from hsformat.store import array_json, arrays, codec, commit, metadata
 from hsformat.target import describe
+from hsformat.testing import examples
+from hsformat.testing.examples import EXAMPLES, NOT_REPORTED, examples_file
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests/data/tiny-llama"
@@ -89,11 +92,32 @@ def nullable(model: type[BaseModel], name: str) -> bool:
 
 @pytest.mark.parametrize("path", documents(), ids=str)
 def test_generated_documents_are_the_committed_ones(path):
-    written, generated = (ROOT / path).read_text("utf-8"), documents()[path]
+    written, generated = (ROOT / path).read_text("utf-8"), documents()[path]()
     if path.suffix == ".json":  # pydantic 2.9 writes 0.0 for 0
         assert json.loads(written) == json.loads(generated), "run make docs"
     else:
         assert written == generated, "run make docs"
+
+
+def test_every_code_that_is_reported_has_an_example_and_no_other():
+    reported = {
+        code
+        for place, text in SOURCES.items()
+        if place.startswith(("hsformat/", "extractors/"))
+        and not place.startswith(("hsformat/testing/", "hsformat/spec/"))
+        and place != "hsformat/problems.py"
+        for code in re.findall(r'"(HS[0-9]{3})"', text)
+    }
+    assert set(EXAMPLES) == reported & set(CODES), "add an example to hsformat/testing/examples.py, and run make docs"
+    assert set(NOT_REPORTED) == set(CODES) - reported
+
+
+def test_examples_are_those_of_any_run():
+    told = json.loads(examples_file())["examples"]
+    for code in ("HS108", "HS203", "HS504"):  # with names of writers, random numbers, checksums
+        assert examples._told(code) == told[code]["problems"]
+        assert "<writer>-0" in told[code]["problems"]
+    assert not re.search(r"/tmp|\b[0-9a-f]{20}\b|20[0-9]{2}-", examples_file())
 
 
 def test_nothing_stale_lies_among_the_generated_cases():

@@ -87,6 +87,7 @@ TESTING = {
     "records",
     "tiny_contract",
     "tiny_record",
+    "tiny_target",
     "token_samples",
 }
 
