@@ -25,6 +25,9 @@ COUNT_SECONDS = 30.0
 _BLOCK = 16
 """Tokens that are compared at once to find samples that begin alike."""
 
+_REMEMBERED = 1_000_000
+"""Beginnings that are known at once, about 100 MB; what is further apart is not compressed together anyway."""
+
 
 class Needs:
     """What samples need, added up one by one.
@@ -56,6 +59,8 @@ class Needs:
             block = sample.input_ids[start : start + _BLOCK]
             beginning = hash((beginning, block.tobytes()))
             if beginning not in self._beginnings:
+                if len(self._beginnings) >= _REMEMBERED:
+                    self._beginnings.clear()
                 self._beginnings.add(beginning)
                 self._different += len(block)
 

@@ -4,7 +4,7 @@ What ``fast`` writes follows from the lengths of the records, to the byte. What 
 states: :data:`COMPACT_RATIO` is what was measured, :data:`LEAST_RATIO` what is needed at least. Left out is what the
 run alone knows: the contract in the root, provenance and the engine's description in commit records.
 
-May import ``arrays``, ``commit`` and ``metadata``.
+May import ``arrays``, ``array_json``, ``codec``, ``commit`` and ``metadata``.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ EXAMPLES: dict[str, str] = {
         hs.compare(contract, tiny_contract(captures=captures))
         """),
     "HS508": _code(
-        "import zarr\n\n",
+        "import zarr\nimport hsformat.zarr_dtype  # so that zarr knows bfloat16\n\n",
         _STORE,
         """
         zarr.consolidate_metadata(store)

@@ -13,6 +13,7 @@ import pytest
 import hsformat as hs
 from hsformat.cli.commands import app
 from hsformat.cli.output import guarded
+from hsformat.cli.reference import cli_commands, cli_options
 from hsformat.store import local
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -213,6 +214,15 @@ def test_every_option_is_used_or_refused(cli, data):
         (*NUMBERS, "--tokens-per-second", 0),
     ):
         assert cli("estimate", *words)[0] == 2, words
+
+
+def test_what_extract_takes_too_has_the_same_default():
+    mine, its = ({o.text: o.default for o in cli_options(cli_commands()[name])} for name in ("estimate", "extract"))
+    shared = {
+        text for text in mine.keys() & its.keys() if text.split()[0] not in ("--data", "--model")
+    }  # required there
+    assert {"--codec compact|fast", "--segment-mib N", "--commit-seconds X", "--last pre|post|none"} <= shared
+    assert [text for text in sorted(shared) if mine[text] != its[text]] == []
 
 
 def test_problems_have_codes(cli, data, tmp_path):
