@@ -51,10 +51,21 @@ _DRAFT = """
     import json
 
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 16, "vocab_size": 100,
-        "draft_vocab_size": 100, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "num_aux_hidden_states": 3,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 16,
+        "vocab_size": 100,
+        "draft_vocab_size": 100,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "num_aux_hidden_states": 3,
     }
     """
 _SERVED = """
