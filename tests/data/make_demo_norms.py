@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import hsformat as hs
-from hsformat.store.backend import LocalBackend
+from hsformat.store.local import LocalBackend
 from hsformat.validate.segment import SegmentCheck
 
 
