@@ -127,7 +127,7 @@ CODES: dict[str, CodeInfo] = _table(
      "Extract again without prefix caching; fewer all-zero rows are reported as a note."),
     ("HS203", "norm-outlier", _W, "The norm of a capture is far from that of the other records.",
      "It may be another layer, another norm or another model.",
-     "Run the doctor on these records."),
+     "Look at these records; hsformat validate --target MODEL compares some states with the model's own weights."),
     ("HS204", "wrong-capture", _E, "The numbers are those of another depth than the contract says.",
      "A draft trained on it drafts garbage when served.",
      "Extract again; never relabel without a proof."),
@@ -227,7 +227,7 @@ CODES: dict[str, CodeInfo] = _table(
      "Convert it to a format that is listed."),
     ("HS604", "provenance-unknown", _E, "Foreign data does not say what it holds, and nobody has declared it.",
      "An invented contract is worse than none.",
-     "Declare it, then prove it with the doctor."),
+     "Declare it, and prove it: hsformat validate --target MODEL."),
 )
 # fmt: on
 

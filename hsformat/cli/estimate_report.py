@@ -83,9 +83,9 @@ def _by_time(size: StoreSize, commit_seconds: float, rate: float) -> int:
 def _encoding_rate(dimensions: Dimensions) -> float:
     """Return how many bytes of states are encoded a second, here and now: of random ones, and without the disk."""
     dtype = numpy_dtype(dimensions.captures[0].dtype)
-    row = dimensions.hidden_size * dtype.itemsize
-    rows = max(_MEASURED_MIB * 2**20 // row, 1)
-    states = np.random.default_rng(0).standard_normal((rows, dimensions.hidden_size), np.float32).astype(dtype)
+    width = min(dimensions.hidden_size, _MEASURED_MIB * 2**20 // dtype.itemsize)
+    rows = max(_MEASURED_MIB * 2**20 // (width * dtype.itemsize), 1)
+    states = np.random.default_rng(0).standard_normal((rows, width), np.float32).astype(dtype)
     spec = ArraySpec(name="hidden/d1", shape=states.shape, dtype=dtype, axis="state")
     best = math.inf
     for _ in range(3):
@@ -169,4 +169,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    try:
+        return str(timedelta(seconds=round(seconds)))
+    except OverflowError:  # more than three million years
+        return f"{seconds:.3g} s"

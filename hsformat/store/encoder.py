@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,11 @@ class Encoder:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-        self._pool.submit(shard.encode, n, rows, release)
+        try:
+            self._pool.submit(shard.encode, n, rows, release)
+        except BaseException:  # no thread can be started, or the interpreter ends: nobody else will let go of it
+            release()
+            raise
 
     def wait(self) -> None:
         """Return when nothing is under way any more."""
@@ -66,8 +70,12 @@ class Encoder:
 
     def each(self, calls: list[Callable[[], object]]) -> None:
         """Make calls in the threads, and raise what the first that failed raised, when all have ended."""
-        futures = [self._pool.submit(call) for call in calls]
-        errors = [e for f in futures if (e := f.exception()) is not None]
+        futures, errors = list[Future[object]](), list[BaseException]()
+        try:
+            futures.extend(self._pool.submit(call) for call in calls)
+        except RuntimeError as e:  # no more threads: what was submitted still ends before this does
+            errors.append(e)
+        errors += [error for f in futures if (error := f.exception()) is not None]
         if errors:
             raise errors[0]
 

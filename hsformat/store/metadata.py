@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 SEGMENTS = "segments"
+_GROUP_MEMBERS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
 
 MAX_JSON_BYTES = 2**24
 """Of a ``zarr.json`` (rules S-1, S-8, G-1, G-7): parsed, JSON takes up to thirty times its bytes."""
@@ -77,11 +78,17 @@ def segments_group_problems(source: Source) -> list[Problem]:
     except OSError as e:
         data = f"cannot be read: {e.strerror or e}"
     if isinstance(data, dict):
-        if data.get("zarr_format") == 3 and data.get("node_type") == "group":
+        unknown = [k for k in data if k not in _GROUP_MEMBERS and not _is_optional(data[k])]
+        if data.get("zarr_format") == 3 and data.get("node_type") == "group" and not unknown:
             return []
-        data = "no Zarr v3 group"
+        data = f"a member {unknown[0]!r} that Zarr readers do not know" if unknown else "no Zarr v3 group"
     fix = "remove this file: the next writer makes it again"
     return [problem("HS504", where=f"{source.location}/{key}", got=data, expected="a Zarr v3 group", fix=fix)]
+
+
+def _is_optional(value: Any) -> bool:
+    """Whether Zarr v3 says that a reader may ignore an extension that it does not know."""
+    return isinstance(value, dict) and value.get("must_understand") is False
 
 
 def new_writer() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,8 @@ def open(
     ContractMismatch
         Everything that ``expect`` and the store's contract disagree on.
     """
+    if decoder not in get_args(Decoder):
+        raise ValueError(f"decoder {decoder!r} is none of {list(get_args(Decoder))}")
     backend = backend_for(path)
     contract, problems = load_contract(backend)
     unknown = [f.name for f in contract.fields if f.must_understand and f.name not in understands]

@@ -116,7 +116,7 @@ class ShardWriter:
         if self.error is None:
             try:
                 encoded = encode_chunk(rows, self._codec)
-            except (MemoryError, ValueError, RuntimeError) as e:
+            except Exception as e:  # whatever it is, the writer hears of it and no buffer is lost
                 self.error = self.error or e
         with self._lock:
             self._ready[n] = (encoded, release)

@@ -79,9 +79,10 @@ class Writer:
         commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
         threads = default_threads() if threads is None else threads
-        if min(segment_bytes, 1 if chunk_tokens is None else chunk_tokens, threads, commit_seconds) <= 0:
+        counts = (segment_bytes, threads, *([] if chunk_tokens is None else [chunk_tokens]))
+        if any(type(n) is not int or n <= 0 for n in counts) or not commit_seconds > 0:
             given = f"segment_bytes {segment_bytes}, chunk_tokens {chunk_tokens}, threads {threads}"
-            raise ValueError(f"{given} and commit_seconds {commit_seconds} must be above 0")
+            raise ValueError(f"{given} must be integers above 0, and commit_seconds {commit_seconds} above 0")
         for spec in array_specs(contract, tokens=1, states=1, records=1, id_bytes=1, positions=True).values():
             check_chunk(
                 chunk_rows(spec, contract.codec, chunk_tokens) * spec.row_bytes,
@@ -347,7 +348,7 @@ class Writer:
             failure = self._failed(e, building.prefix, committed=committed, adding=adding)
             self._pending.clear()
             self._building = None
-            if isinstance(e, OSError):
+            if isinstance(e, (OSError, RuntimeError, MemoryError)):  # the disk; no thread; Blosc; no memory
                 raise failure from e
             raise
 

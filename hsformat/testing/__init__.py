@@ -6,6 +6,7 @@
 ``extractor``  :class:`ExtractorConformance`, for engines
 ``store``      :class:`StoreConformance`, for places of bytes
 ``cases``      the conformance cases of docs/spec/cases, for other implementations
+``examples``   a real example of each problem code, as ``hsformat explain`` shows it
 ============== ==================================================================================
 
 Needs ``pip install 'hsformat[testing]'``. Nothing in hsformat imports it but ``python -m hsformat.spec``, which

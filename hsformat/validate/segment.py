@@ -256,11 +256,6 @@ class SegmentCheck:
             yield problem("HS504", where=where, got=got, expected=f"{mean_l2:g}, {expected}", record=rid)
 
 
-def _is_near(found: float, recorded: float) -> bool:
-    """Return whether a mean norm is the recorded one; of states that are not finite (HS201) there is none."""
-    return not math.isfinite(found) or math.isclose(found, recorded, rel_tol=NORM_ROUNDING)
-
-
 def _array_of(key: str) -> str:
     """Return the array that a file of a segment belongs to: ``hidden/d2/c/0/0`` to ``hidden/d2``."""
     parts = key.split("/")

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,21 @@ def test_failure_after_the_commit_loses_nothing(tmp_path: Path, monkeypatch: pyt
     assert hs.open(tmp_path / "s").ids == ["r0"]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let SIGINT be KeyboardInterrupt, also where a background job of a shell has it ignored."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
 def interrupt_main() -> None:
     """Press Ctrl-C, and give it time: a signal comes to the main thread alone."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     time.sleep(0.1)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("after_commit", [False, True])
 def test_interrupt_inside_a_commit_writes_each_record_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, after_commit: bool
@@ -174,6 +183,7 @@ def test_what_is_published_is_not_discarded(tmp_path: Path) -> None:
     assert_same_record(hs.open(tmp_path / "s")[0], RECORDS[0])
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_second_interrupt_writes_each_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes while the writer waits for the end of what the first has interrupted."""
     real = LocalBackend.publish
@@ -224,6 +234,25 @@ def test_a_disk_that_fills_up_while_chunks_are_written(
     assert set(out.ids) == {"r0"}
     store = hs.open(tmp_path / "s")
     assert (store.ids, store.problems) == (["r0"], [])
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_process_without_threads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int) -> None:
+    """While chunks are handed over, or at the commit: an error with its code, and no waiting for ever."""
+    out = hs.create(tmp_path / "s", CONTRACT, chunk_tokens=2, threads=2)
+    real, count = threading.Thread.start, iter(range(10_000))
+
+    def start(self: threading.Thread) -> None:
+        if "encode" in self.name and next(count) >= started:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with monkeypatch.context() as m:
+        m.setattr(threading.Thread, "start", start)
+        with pytest.raises(StoreError, match="can't start new thread") as e:
+            write_block(out, RECORDS)
+    assert e.value.problems[0].code == "HS506"
+    assert hs.open(tmp_path / "s").ids == []
 
 
 def test_a_forked_process_cannot_write_for_its_parent(tmp_path: Path) -> None:
@@ -557,7 +586,9 @@ def test_a_field_beyond_two_gigabytes_is_refused(tmp_path: Path, axis: str) -> N
 
 
 def test_sizes_must_be_positive(tmp_path: Path) -> None:
-    for options in ({"segment_bytes": 0}, {"chunk_tokens": -1}):
+    wrong = ({"segment_bytes": 0}, {"chunk_tokens": -1}, {"chunk_tokens": 1.5}, {"threads": "2"}, {"threads": 0},
+             {"commit_seconds": float("nan")})  # fmt: skip
+    for options in wrong:
         with pytest.raises(ValueError, match="above 0"):
             hs.create(tmp_path / "s", CONTRACT, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unsupported"):
