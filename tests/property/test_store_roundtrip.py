@@ -26,4 +26,5 @@ def test_round_trip(data: st.DataObject) -> None:
             assert store.ids == [r.id for r in written]
         for record in written:
             assert_same_record(store[record.id], record)
-        assert hs.validate_store(path, level="full") == []
+        # Any numbers may be drawn, those of an embedding where a layer is expected (HS203) among them.
+        assert [p for p in hs.validate_store(path, level="full") if p.code != "HS203"] == []
