@@ -152,7 +152,7 @@ def cases(folder: Path, made: tuple[hs.Contract, list[hs.Record]], threads: int)
     def write(codec: str, threads: int, name: str = "written") -> None:
         path = folder / f"{name}.hs.zarr"
         shutil.rmtree(path, ignore_errors=True)
-        with hs.create(path, shape, codec=codec, threads=threads) as out:  # type: ignore[arg-type]
+        with hs.create(path, shape, codec=codec, threads=threads) as out:  # type: ignore[arg-type]  # as timed
             for r in records:
                 out.append(r)
 
@@ -230,9 +230,9 @@ def opening(folder: Path, segments: int, each: int) -> None:
         calls += 1
         return real(self, key, start, length)
 
-    LocalBackend.read = counted  # type: ignore[method-assign, assignment]
+    LocalBackend.read = counted  # type: ignore[method-assign, assignment]  # as timed
     found = [timed(lambda: hs.open(path)) for _ in range(5)]
-    LocalBackend.read = real  # type: ignore[method-assign]
+    LocalBackend.read = real  # type: ignore[method-assign]  # as timed
     checked = [timed(lambda: hs.validate_store(path, level="metadata")) for _ in range(3)]
     for what, some in (("open", found), ("validate --level metadata", checked)):
         wall, cpu = (statistics.median(getattr(s, f) for s in some) for f in ("wall", "cpu"))

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -95,3 +95,20 @@ def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> str:
     bucket = f"b{secrets.token_hex(8)}"
     request(s3_address, "PUT", f"/{bucket}")
     return bucket
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in this process; return (exit code, stdout, stderr)."""
+    from hsformat.cli.commands import app
+    from hsformat.cli.output import guarded
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["hsformat", *map(str, words)])
+        capsys.readouterr()
+        code = guarded(app)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return run

@@ -38,7 +38,7 @@ class FakeProbe(Probe):
     install: ClassVar[str] = "pip install fake"
 
     def __init__(self, engine: str) -> None:
-        self.driver = f"fake_engines:{engine}"  # type: ignore[misc]
+        self.driver = f"fake_engines:{engine}"  # type: ignore[misc]  # a fake
 
     def environment(self) -> dict[str, str]:
         here = str(Path(__file__).parent)

@@ -199,11 +199,11 @@ class _Run:
                     self._extract(extractor, itertools.chain((first,), todo), stop, commit_seconds, tell)
                 except StoreError:
                     raise  # what could not be written once is not tried again
-                except Exception:
+                except Exception:  # an engine may die of anything
                     if self.writer is not None:
                         self.writer.close()  # what is whole is kept, whatever the engine died of
                     raise
-                except BaseException:
+                except BaseException:  # the second Ctrl-C
                     if self.writer is not None:
                         self.writer.abandon()
                     raise

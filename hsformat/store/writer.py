@@ -280,7 +280,7 @@ class Writer:
         self._interrupted = True
         try:
             result = self._thread.submit(change).result()
-        except BaseException:
+        except BaseException:  # Ctrl-C as well: the change goes on, and is waited for
             self._settled()
             raise
         self._interrupted = False
@@ -341,7 +341,7 @@ class Writer:
         """Close the writer if what is done fails, and turn an OSError into a StoreError."""
         try:
             yield
-        except BaseException as e:
+        except BaseException as e:  # whatever it is, files are let go of and what is lost is told
             building.abort()
             # A segment of this name, whosever it is, is left alone.
             committed = False if isinstance(e, FileExistsError) else self._fate(building)

@@ -50,12 +50,12 @@ class Batches:
         for row in self.rows[batch]:
             try:
                 records.append(self.dataset[row])
-            except Exception as e:
+            except Exception as e:  # of a worker: raised where the batch is wanted
                 e.add_note(f"reading record {self.dataset.id_of(row)!r}")
                 raise
         try:
             return self.collate(records)
-        except Exception as e:
+        except Exception as e:  # of a worker: raised where the batch is wanted
             e.add_note(f"making a batch of records {[r.id for r in records]}")
             raise
 

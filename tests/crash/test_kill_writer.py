@@ -94,10 +94,10 @@ def die_at(method: str, number: int, where: str) -> None:
         if where == "before":
             die()
         if where == "half":
-            local.LocalSink.write = write_half  # type: ignore[method-assign]
+            local.LocalSink.write = write_half  # type: ignore[method-assign]  # replaced
             write_half(self, *args) if owner is local.LocalSink else None
         if where == "linked":  # the name exists, the temporary one does still
-            Path.unlink = die  # type: ignore[assignment, method-assign]
+            Path.unlink = die  # type: ignore[assignment, method-assign]  # replaced
         done = real(self, *args)
         die()
         return done

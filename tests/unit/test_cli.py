@@ -13,8 +13,6 @@ from factories import build_store, tiny_contract, tiny_record
 from safetensors.numpy import load_file, save_file
 
 import hsformat as hs
-from hsformat.cli.commands import app
-from hsformat.cli.output import guarded
 from hsformat.problems import CODES
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -27,21 +25,6 @@ CHATS = [
     },
     {"id": "c", "input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
 ]
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run the command in this process; return (exit code, stdout, stderr)."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["hsformat", *map(str, words)])
-        capsys.readouterr()
-        code = guarded(app)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture

@@ -11,28 +11,11 @@ from typing import Any
 import pytest
 
 import hsformat as hs
-from hsformat.cli.commands import app
-from hsformat.cli.output import guarded
 from hsformat.cli.reference import cli_commands, cli_options
 from hsformat.store import local
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 NUMBERS = ("--tokens", 65536, "--records", 1, "--hidden-size", 2880, "--captures", 4, "--dtype", "bfloat16")
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run the command in this process; return (exit code, stdout, stderr)."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["hsformat", *map(str, words)])
-        capsys.readouterr()
-        code = guarded(app)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture

@@ -10,26 +10,11 @@ import pytest
 from draft_folders import draft_config, draft_weights, target_config, write_draft, write_target
 from factories import tiny_contract, tiny_record
 
-from hsformat.cli.commands import app
-from hsformat.cli.output import guarded
 from hsformat.engines import ENGINES
 from hsformat.engines.document import engines_document
 from hsformat.testing import build_store
 
 TOP = "eagle_aux_hidden_state_layer_ids"
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["hsformat", *map(str, words)])
-        capsys.readouterr()
-        code = guarded(app)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture

@@ -96,6 +96,6 @@ def test_what_does_not_decide_meaning_is_a_note():
 
 def test_nothing_else_is_compared():
     with pytest.raises(TypeError, match=r"store\.contract"):
-        compare(object(), tiny_contract())  # type: ignore[arg-type]
+        compare(object(), tiny_contract())  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TypeError):
-        compare(tiny_contract(), ["d1"])  # type: ignore[arg-type]
+        compare(tiny_contract(), ["d1"])  # type: ignore[arg-type]  # wrong on purpose

@@ -28,8 +28,8 @@ def kernels():
 
 
 def test_what_is_not_there_imports_and_fails_when_called(kernels):
-    from sgl_kernel import fused_experts_cpu  # type: ignore[import-not-found]
-    from sgl_kernel.scalar_type import scalar_types  # type: ignore[import-not-found]
+    from sgl_kernel import fused_experts_cpu  # type: ignore[import-not-found]  # in scripts/engines
+    from sgl_kernel.scalar_type import scalar_types  # type: ignore[import-not-found]  # in scripts/engines
 
     for absent in (fused_experts_cpu, scalar_types.int8, kernels.anything.at_all):
         with pytest.raises(NotImplementedError, match="stand-in"):

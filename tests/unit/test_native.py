@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_seen_with_verification_alone(path: Path) -> None:
     shard.write_bytes(data)
     for decoder in ("native", "zarr"):
         with pytest.raises(StoreError, match="HS504"):
-            hs.open(path, decoder=decoder)[0]  # type: ignore[arg-type]
+            hs.open(path, decoder=decoder)[0]  # type: ignore[arg-type]  # text
     assert hs.open(path, verify=False)[0].id == "r0"
     assert_same_record(hs.open(path)[3], tiny_record(tiny_contract(), "r3", tokens=20, seed=3))
 

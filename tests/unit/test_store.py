@@ -122,7 +122,7 @@ def test_no_such_record(tmp_path: Path) -> None:
     assert len(store) == 0
     for key, error in ((0, IndexError), (-1, IndexError), ("r0", KeyError), (1.5, TypeError)):
         with pytest.raises(error):
-            store[key]  # type: ignore[index]
+            store[key]  # type: ignore[index]  # zarr's unions
 
 
 def test_what_is_read_is_the_readers_own(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_broken_offsets(path: Path) -> None:  # zarr-python#2618
     assert commit is not None
     reader = SegmentReader(backend, CONTRACT, commit)
     arrays = {name: reader.try_read(name)[0] for name in INDEX_ARRAYS}
-    assert list(index_problems(commit, arrays, where="s")) == []  # type: ignore[arg-type]
+    assert list(index_problems(commit, arrays, where="s")) == []  # type: ignore[arg-type]  # text
     for name, array in arrays.items():
         assert array is not None
         changed = array.copy()
@@ -329,7 +329,7 @@ def test_chunk_that_a_shard_leaves_out_is_never_fill_values(path: Path, change: 
     rewrite_index(path, change)
     store = hs.open(path)
     for record in RECORDS:
-        assert refused(lambda record=record: store[record.id]) == [(code, record.id)]  # type: ignore[misc]
+        assert refused(lambda record=record: store[record.id]) == [(code, record.id)]  # type: ignore[misc]  # bound now
     assert store.read(0, captures=["d1"]).hidden["d1"].tobytes() == RECORDS[0].hidden["d1"].tobytes()
     assert code in {p.code for p in validate_store(path, level="full")}
     assert code in {p.code for p in validate_store(path, level="sample")}

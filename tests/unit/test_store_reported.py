@@ -47,7 +47,7 @@ def test_a_zip_is_no_place_to_write_to(tmp_path: Path) -> None:  # zarr-python#3
         assert [(p.code, p.got) for p in e.value.problems] == [("HS501", "a file")]
     for action in (hs.append, hs.open):
         with pytest.raises(TypeError, match="not in ZipStore"):
-            action(zarr.storage.ZipStore(path, mode="a"))  # type: ignore[arg-type]
+            action(zarr.storage.ZipStore(path, mode="a"))  # type: ignore[arg-type]  # no path
     assert path.read_bytes() == data
     shutil.unpack_archive(path, tmp_path / "again")
     assert_same_record(hs.open(tmp_path / "again")[0], tiny_record(contract))

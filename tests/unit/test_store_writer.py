@@ -590,7 +590,7 @@ def test_sizes_must_be_positive(tmp_path: Path) -> None:
              {"commit_seconds": float("nan")})  # fmt: skip
     for options in wrong:
         with pytest.raises(ValueError, match="above 0"):
-            hs.create(tmp_path / "s", CONTRACT, **options)  # type: ignore[arg-type]
+            hs.create(tmp_path / "s", CONTRACT, **options)  # type: ignore[arg-type]  # a dict
     with pytest.raises(ValueError, match="unsupported"):
         hs.create(tmp_path / "s", CONTRACT, producer={"x": object()})
     assert not (tmp_path / "s").exists()
