@@ -72,7 +72,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     names = set(files(wheel))
     info = wheel.name.rsplit("-", 3)[0] + ".dist-info"
     code = {n for n in names if not n.startswith(f"{info}/")}
-    assert code == tree("hsformat") | tree("extractors/hsformat_extractors")
+    assert code == tree("hsformat") | tree("extractors/hsformat_extractors") | tree("trainer/hsformat_trainer")
     assert {n.removeprefix(f"{info}/") for n in names if n.startswith(f"{info}/")} == {
         "METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE",
     }  # fmt: skip
@@ -86,7 +86,7 @@ def test_wheel_is_the_same_from_the_source_distribution(wheel, wheel_of_sdist):
 
 def test_source_distribution_holds_what_its_tests_need_and_no_junk(unpacked):
     names = {p.relative_to(unpacked).as_posix() for p in unpacked.rglob("*") if p.is_file()}
-    for folder in ("hsformat", "extractors", "tests", "docs", "examples", "benchmarks", "scripts"):
+    for folder in ("hsformat", "extractors", "trainer", "tests", "docs", "examples", "benchmarks", "scripts"):
         assert tree(folder) == {n for n in names if n.startswith(f"{folder}/")}
     tops = {n for n in names if "/" not in n}
     assert tops == {
@@ -148,7 +148,7 @@ def run(*command: object, cwd: Path) -> str:
 def test_what_is_installed_runs(fresh, tmp_path):
     python = fresh / "bin" / "python"
     script = (
-        "import hsformat, hsformat.testing, hsformat_extractors, importlib.metadata as m\n"
+        "import hsformat, hsformat.testing, hsformat_extractors, hsformat_trainer, importlib.metadata as m\n"
         "print(hsformat.__file__, hsformat_extractors.__file__, hsformat.__version__, m.version('hsformat'))\n"
         "for group in ('hsformat.extractors', 'zarr.data_type'):\n"
         "    for e in m.entry_points(group=group):\n"
