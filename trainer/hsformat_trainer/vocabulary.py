@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.config import TrainConfig
-from hsformat_trainer.gate import Admitted
 
 __all__ = ["DraftVocabulary", "vocabulary_for"]
 
