@@ -38,6 +38,8 @@ __all__ = [
     "OPTIMIZER",
     "RNG",
     "STATE",
+    "Score",
+    "best_of",
     "checkpoints",
     "clear_unfinished",
     "folder_of",
@@ -48,6 +50,9 @@ __all__ = [
     "step_of",
     "write_checkpoint",
 ]
+
+Score = Callable[[Mapping[str, Any]], float | None]
+"""What a checkpoint is worth, from its state; the highest is the best, None has none."""
 
 FORMAT = 1
 """Version of the folder; a reader refuses another."""
@@ -133,7 +138,7 @@ def write_checkpoint(
     return folder
 
 
-def prune(out: str | Path, *, keep: int, score: Callable[[Mapping[str, Any]], float | None]) -> None:
+def prune(out: str | Path, *, keep: int, score: Score) -> None:
     """Remove all checkpoints but the newest ``keep`` and the best.
 
     Parameters
@@ -141,17 +146,18 @@ def prune(out: str | Path, *, keep: int, score: Callable[[Mapping[str, Any]], fl
     score
         Of a checkpoint's state; the highest is the best, None has none.
     """
-    found = checkpoints(out)
-    if len(found) <= keep:
-        return
-    scores = {path: score(read_state(path)) for path in found}
-    scored = [path for path in found if scores[path] is not None]
-    best = max(scored, key=lambda path: (scores[path], step_of(path)), default=None)
-    for path in found[:-keep]:
+    best = best_of(out, score=score)
+    for path in checkpoints(out)[:-keep]:
         if path != best:
             old = path.with_name(f".{path.name}.old")
             path.rename(old)  # so that no part of it is ever taken for a checkpoint
             shutil.rmtree(old)
+
+
+def best_of(out: str | Path, *, score: Score) -> Path | None:
+    """Return the checkpoint of the highest score, the newest of equal ones; None: none has one."""
+    scores = [(score(read_state(path)), step_of(path), path) for path in checkpoints(out)]
+    return max(((s, step, path) for s, step, path in scores if s is not None), default=(0.0, 0, None))[2]
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:

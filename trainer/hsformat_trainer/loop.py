@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,22 +17,23 @@ from typing import Any
 from hsformat.problems import HsError, Problem, problem
 from hsformat.torch import Packed
 
-from hsformat_trainer.checkpoint import checkpoints, clear_unfinished, latest, prune, read_state, write_checkpoint
+from hsformat_trainer.admitted import Admitted
+from hsformat_trainer.checkpoint import best_of, clear_unfinished, latest, prune, read_state, write_checkpoint
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.curves import MISSING, can_draw, draw_curves
 from hsformat_trainer.data import train_loader
-from hsformat_trainer.gate import Admitted
-from hsformat_trainer.held_out import HeldOut
+from hsformat_trainer.evaluator import Evaluator
 from hsformat_trainer.journal import Journal, StepLine, read_journal
 from hsformat_trainer.parts import Parts, build
 from hsformat_trainer.processes import Processes
 from hsformat_trainer.progress import Show, training_progress
 from hsformat_trainer.randomness import seed_all
 from hsformat_trainer.report import print_summary
-from hsformat_trainer.resume import check_resume, load_loader
+from hsformat_trainer.resume import check_resume
 from hsformat_trainer.snapshot import restore, take
 from hsformat_trainer.step import Numbers
 from hsformat_trainer.stop import Stop
+from hsformat_trainer.timer import Spent, Timer
 
 __all__ = ["RunResult", "train"]
 
@@ -48,9 +48,8 @@ class RunResult:
         Optimizer steps made, those before it was resumed included, and those of the whole run.
     tokens
         Trained on, over all processes, by the whole run.
-    seconds, waited
-        Wall time of the steps that this process made, without evaluations and checkpoints; how much of it the first
-        process waited for the loader.
+    trained
+        What the steps of this process took, without evaluations and checkpoints.
     checkpoint
         The newest one; None: nothing was saved.
     best
@@ -66,8 +65,7 @@ class RunResult:
     step: int = 0
     total: int = 0
     tokens: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
+    trained: Spent = field(default_factory=Spent)
     checkpoint: Path | None = None
     best: Path | None = None
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -130,97 +128,92 @@ class _Run:
         self.loader = train_loader(config, admitted, rank=processes.rank, world_size=processes.count)
         self.result.total = config.max_steps or self._steps_of_epochs()
         self.parts: Parts = build(config, admitted, processes, total=self.result.total)
-        self.held_out = HeldOut(config, admitted, processes)
+        self.evaluator = Evaluator(config, admitted, processes, stop)
 
     def _steps_of_epochs(self) -> int:
         """Return the optimizer steps of all epochs: the last step of an epoch may have fewer batches."""
-        steps = 0
-        for epoch in range(self.config.epochs):
-            self.loader.set_epoch(epoch)
-            steps += -(-len(self.loader) // self.config.accumulation)
-        self.loader.set_epoch(0)
-        return steps
+        batches = (self.loader.batches_of(epoch) for epoch in range(self.config.epochs))
+        return sum(-(-n // self.config.accumulation) for n in batches)
 
     def __call__(self, begun: Path | None) -> RunResult:
-        result = self.result
-        if begun is not None:
-            self._resume(begun)
-        if self.processes.first:
-            clear_unfinished(self.config.out)
+        result, config, writes = self.result, self.config, self.processes.first
+        evaluated = begun is not None and self._resume(begun)
+        if writes:
+            clear_unfinished(config.out)
         self.processes.wait()
-        writes = self.processes.first
         with (
-            Journal(self.config.out, after=result.step, writes=writes) as self.journal,
+            Journal(config.out, after=result.step, writes=writes) as self.journal,
             training_progress(result.total, done=result.step, shows=writes) as show,
         ):
-            result.evaluations = [x for x in read_journal(self.config.out) if x["kind"] == "evaluation"]
-            if begun is None:
-                self._evaluate(most=None)
+            result.evaluations = [line for line in read_journal(config.out) if line["kind"] == "evaluation"]
+            if not evaluated and (begun is None or self._due(config.eval_every)):
+                self._evaluate(most=config.eval_records if begun else None)
             self._steps(show)
         if writes:
-            if can_draw():
-                draw_curves(read_journal(self.config.out), Path(self.config.out) / "curves.png")
-            else:
-                print(MISSING, file=sys.stderr)
-            print_summary(result, read_journal(self.config.out))
+            self._report()
         return result
 
-    def _resume(self, folder: Path) -> None:
+    def _resume(self, folder: Path) -> bool:
+        """Put everything back, and return whether the checkpoint was evaluated."""
         state = read_state(folder)
-        self.result.notes += check_resume(folder, state, self.config, self.admitted)
-        load_loader(folder, state, self.loader)
+        self.result.notes += check_resume(
+            folder, state, config=self.config, admitted=self.admitted, loader=self.loader
+        )
         restore(folder, state, self.parts.draft, self.parts.optimizers, self.processes)
         self.parts.schedules.load_state_dict(state["schedule"])
         self.result.step, self.result.tokens = state["step"], state["tokens"]
         self.result.checkpoint = folder
+        return state["evaluation"] is not None
+
+    def _due(self, every: int) -> bool:
+        """Return whether something that comes every so many steps comes after this one; 0: at the end alone."""
+        step = self.result.step
+        return step == self.result.total or bool(every and step % every == 0)
 
     def _steps(self, show: Show) -> None:
         """Make the steps that are left, with what is due between them."""
         result, config = self.result, self.config
-        timer = _Timer()
-        saved = result.step
-        interrupted = self._interrupted()
-        while result.step < result.total and not interrupted:
-            epoch = self.loader.epoch
-            batches = iter(self.loader)
-            while result.step < result.total and not interrupted:
-                began = time.monotonic()
+        timer = Timer()
+        saved, stopped = result.step, self._stopped()
+        while result.step < result.total and not stopped:
+            epoch, batches = self.loader.epoch, iter(self.loader)
+            while result.step < result.total and not stopped:
+                timer.begin()
                 packed: list[Packed] = list(islice(batches, config.accumulation))
-                waited = time.monotonic() - began
                 if not packed:
                     break  # the end of the epoch
+                timer.loaded()
                 rates = self.parts.schedules.rates()
                 numbers = self.parts.stepper(packed)
                 del packed
                 self.parts.schedules.step()
                 result.step += 1
                 result.tokens += numbers.tokens
-                timer.add(time.monotonic() - began, waited, numbers.tokens)
-                result.seconds, result.waited = timer.seconds, timer.waited
+                timer.end(numbers.tokens)
                 show(result.step, numbers.loss, timer.speed, timer.wait_share)
-                last = result.step == result.total
-                if result.step % config.log_every == 0 or result.step == 1 or last:
+                if result.step == 1 or self._due(config.log_every):
                     self._log(numbers, rates, epoch, timer)
-                interrupted = self._interrupted()
-                if interrupted:
-                    break
-                evaluated = last or (config.eval_every and result.step % config.eval_every == 0)
-                best = self._evaluate(most=None if last else config.eval_records) if evaluated else False
-                interrupted = self._interrupted()
-                if best or last or (config.save_every and result.step % config.save_every == 0):
+                stopped = self._stopped()
+                better = False
+                if not stopped and self._due(config.eval_every):
+                    better = self._evaluate(most=config.eval_records if result.step < result.total else None)
+                    stopped = self._stopped()
+                if better or stopped or self._due(config.save_every):
                     self._save()
                     saved = result.step
-        if interrupted and saved != result.step:
+        if stopped and saved != result.step:
             self._save()
+        result.trained = timer.whole
 
-    def _interrupted(self) -> bool:
+    def _stopped(self) -> bool:
         """Return whether any process was asked to stop; all of them give the same answer."""
         number = self.processes.most(int(self.stop.signal or 0))
         if number:
             self.result.interrupted = signal.Signals(number)
         return bool(number)
 
-    def _log(self, numbers: Numbers, rates: dict[str, float], epoch: int, timer: _Timer) -> None:
+    def _log(self, numbers: Numbers, rates: dict[str, float], epoch: int, timer: Timer) -> None:
+        spent = timer.since_last()
         line = StepLine(
             step=self.result.step,
             epoch=epoch,
@@ -230,15 +223,26 @@ class _Run:
             lr=rates,
             grad_norm=numbers.grad_norm,
             tokens=self.result.tokens,
-            **timer.since(),
+            tokens_per_second=spent.speed,
+            loader_wait=spent.wait_share,
+            seconds=spent.seconds,
         )
         self.journal.step(line)
         self.processes.track(line.numbers(), line.step)
 
     def _evaluate(self, *, most: int | None) -> bool:
-        """Evaluate the draft as it is; return whether it is better than it ever was after a step."""
-        ...
-        raise NotImplementedError
+        """Evaluate the draft as it is; return whether no checkpoint has been better."""
+        result = self.result
+        found = self.evaluator(self.parts, most=most)
+        if found is None:
+            return False
+        before = [e["acceptance_length"] for e in result.evaluations if e["step"] > 0]
+        self.journal.evaluation(result.step, found)
+        numbers = {k: v for k, v in found.items() if isinstance(v, float)}
+        accuracy = {f"accuracy/position_{k + 1}": v for k, v in enumerate(found["accuracy"]) if v is not None}
+        self.processes.track({f"evaluation/{k}": v for k, v in (numbers | accuracy).items()}, result.step)
+        result.evaluations.append({"kind": "evaluation", "step": result.step, **found})
+        return result.step > 0 and all(found["acceptance_length"] > length for length in before)
 
     def _save(self) -> None:
         """Write a checkpoint and remove those that are no longer kept."""
@@ -254,5 +258,28 @@ class _Run:
             "tokens": result.tokens,
             "evaluation": next((e for e in reversed(result.evaluations) if e["step"] == result.step), None),
         }
-        self.processes.once(lambda: self._write(state, tensors))
+
+        def write() -> None:
+            write_checkpoint(config.out, result.step, state=state, tensors=tensors)
+            prune(config.out, keep=config.keep, score=_score)
+
+        self.processes.once(write)
         result.checkpoint = latest(config.out)
+        result.best = best_of(config.out, score=_score)
+
+    def _report(self) -> None:
+        """Draw the curves and print the table."""
+        lines, out = read_journal(self.config.out), Path(self.config.out)
+        told = [f"checkpoint: {self.result.checkpoint}, the best: {self.result.best}"]
+        if can_draw():
+            draw_curves(lines, out / "curves.png")
+            told.append(f"curves: {out / 'curves.png'}, log: {out / 'log.jsonl'}")
+        else:
+            told.append(MISSING)
+        print_summary(lines, self.result.trained, notes=told)
+
+
+def _score(state: Mapping[str, Any]) -> float | None:
+    """Return the walked acceptance length of a checkpoint; None: it was not evaluated."""
+    evaluation = state.get("evaluation")
+    return None if evaluation is None else float(evaluation["acceptance_length"])

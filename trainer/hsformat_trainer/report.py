@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hsformat_trainer.timer import Spent
+
 __all__ = ["print_summary", "summary_table"]
 
 Line = Mapping[str, Any]
@@ -45,23 +47,19 @@ def summary_table(lines: Sequence[Line]) -> Table:
     return table
 
 
-def print_summary(
-    lines: Sequence[Line], *, tokens: int, seconds: float, waited: float, notes: Sequence[str] = ()
-) -> None:
-    """Print the table, what the steps took, and where things are.
+def print_summary(lines: Sequence[Line], trained: Spent, *, notes: Sequence[str] = ()) -> None:
+    """Print the table, what the steps took, and lines that follow.
 
     Parameters
     ----------
-    tokens, seconds, waited
-        Of the steps that this process made: tokens of all processes, wall time, of which the loader was waited for.
-    notes
-        Lines that follow.
+    trained
+        Of the steps that this process made.
     """
     console = Console(highlight=False)
     console.print(summary_table(lines))
-    if seconds:
-        share = waited / seconds
-        console.print(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s, loader {share:.1%}")
+    if trained.seconds:
+        told = f"{trained.tokens:,} tokens in {trained.seconds:.1f} s"
+        console.print(f"{told}: {trained.speed:,.0f} tokens/s, loader {trained.wait_share:.1%} of the time")
     for note in notes:
         console.print(note, soft_wrap=True)
 

@@ -12,84 +12,52 @@ from pathlib import Path
 from typing import Any
 
 from hsformat.problems import ContractMismatch, Problem, Severity, problem
-from hsformat.torch import RecordLoader
 
+from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.config import TrainConfig
-from hsformat_trainer.gate import Admitted
+from hsformat_trainer.mixture import MixedLoader
 
-__all__ = ["check_resume", "load_loader"]
+__all__ = ["check_resume"]
 
-_FREE = frozenset(
-    {
-        "epochs",
-        "max_steps",
-        "lr",
-        "muon_lr",
-        "weight_decay",
-        "beta1",
-        "beta2",
-        "schedule",
-        "warmup",
-        "clip",
-        "device",
-        "workers",
-        "save_every",
-        "keep",
-        "eval_every",
-        "eval_records",
-        "log_every",
-        "trackers",
-        "project",
-        "out",
-    }
-)
-"""Options that may change. What a store, a target or an engine is named may change too: their digests are compared."""
+_FIXED = ("steps", "decay", "loss", "mask_rule", "accumulation", "optimizer", "precision", "seed")
+"""Options that must not change. Data, target, layout, engines and the draft are compared by content, batches by the loader."""
 
-_BY_CONTENT = frozenset({"stores", "target", "serve", "engine_profile", "held_out", "init", "draft_config"})
+_FREE = ("epochs", "max_steps", "lr", "muon_lr", "weight_decay", "beta1", "beta2", "schedule", "warmup", "clip")
+"""Options that may change, and change what the uninterrupted run would have been."""
 
 
-def check_resume(folder: Path, state: Mapping[str, Any], config: TrainConfig, admitted: Admitted) -> list[Problem]:
-    """Return notes about options that changed and may.
+def check_resume(
+    folder: Path, state: Mapping[str, Any], *, config: TrainConfig, admitted: Admitted, loader: MixedLoader
+) -> list[Problem]:
+    """Let the loader go on where the checkpoint was, and return notes about options that changed and may.
 
     Raises
     ------
     ContractMismatch
-        One problem a difference: what was admitted, or HS507 for options that must not change.
+        One problem a difference: what was admitted; HS507 for options that must not change, and for other batches.
     """
     found = admitted.differences(state["admitted"])
-    errors = [p for p in found if p.severity is Severity.ERROR]
-    notes = [p for p in found if p.severity is not Severity.ERROR]
     before, now = state["config"], config.model_dump(mode="json")
-    for name in sorted(now.keys() | before.keys()):
-        if before.get(name) == now.get(name) or name in _BY_CONTENT:
-            continue
-        changed = problem(
-            "HS507",
-            where=f"{folder}: {name}",
-            got=now.get(name),
-            expected=before.get(name),
-            fix="resume with the options that the run was begun with, or begin another in another --out",
-            severity=Severity.NOTE if name in _FREE else Severity.ERROR,
-        )
-        (notes if name in _FREE else errors).append(changed)
-    if errors:
-        raise ContractMismatch(errors)
-    return notes
-
-
-def load_loader(folder: Path, state: Mapping[str, Any], loader: RecordLoader) -> None:
-    """Let a loader go on where the checkpoint was.
-
-    Raises
-    ------
-    ContractMismatch
-        HS507: it would give other batches; the loader's own words say why.
-    """
+    for names, severity in ((_FIXED, Severity.ERROR), (_FREE, Severity.NOTE)):
+        found += [
+            problem(
+                "HS507",
+                where=f"{folder}: {name}",
+                got=now[name],
+                expected=f"{before.get(name)}, as the run had",
+                fix="resume with the options that the run was begun with, or begin another in another --out",
+                severity=severity,
+            )
+            for name in names
+            if now[name] != before.get(name)
+        ]
     try:
         loader.load_state_dict(state["loader"])
     except ValueError as e:
         expected = "the batches that the run was begun with"
         fix = "resume with the same records, batch_tokens, seed and number of processes, or begin another run"
-        raise ContractMismatch(
-            problem("HS507", where=f"{folder}: loader", got=e, expected=expected, fix=fix)
-        ) from e
+        found.append(problem("HS507", where=f"{folder}: loader", got=e, expected=expected, fix=fix))
+    errors = [p for p in found if p.severity is Severity.ERROR]
+    if errors:
+        raise ContractMismatch(errors)
+    return found

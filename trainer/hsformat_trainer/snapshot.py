@@ -53,11 +53,22 @@ def restore(
     Raises
     ------
     ForeignFileError
-        HS602: a file is damaged, or holds other parameters than the run has.
+        HS602: a file is damaged, or holds other parameters than the run has. HS408: another draft vocabulary.
     """
     weights, moments, random = (read_tensors(folder, name) for name in (MODEL, OPTIMIZER, RNG))
     parameters = dict(draft.named_parameters())
     found = _unlike(folder / MODEL, {n: t.shape for n, t in draft.state_dict().items()}, weights)
+    found += [
+        problem(
+            "HS408",
+            where=f"{folder / MODEL}: {name}",
+            got="another map than the data gives now",
+            expected="the draft vocabulary that the run was begun with",
+            fix="resume with the data that the run was begun with",
+        )
+        for name, buffer in draft.named_buffers()
+        if not found and name in weights and not torch.equal(buffer.cpu(), weights[name])
+    ]
     trained = {f"{o}/{n}" for o, opt in optimizers.items() for n in _names(opt, parameters)}
     if stray := sorted({key.rpartition("/")[0] for key in moments} - trained):
         expected, fix = "parameters that this run trains", "resume with the optimizer that it was begun with"

@@ -64,7 +64,7 @@ class Objective(nn.Module):
         return loss, sums
 
     def _of(self, batch: TrainBatch, normalizer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not int(batch.counts[0]):  # rows of later steps are some of the first's
+        if not len(batch.steps[0]):  # no row carries loss at any step
             nothing = torch.zeros((), device=normalizer.device)
             return nothing, torch.zeros(3, len(normalizer), dtype=torch.float64, device=normalizer.device)
         config = self._config
@@ -135,21 +135,21 @@ class Stepper:
             HS201: loss or gradient is not finite. The weights are as before the step.
         """
         config, processes = self._config, self._processes
-        batches = [self._batch(p) for p in packed]
-        counts = torch.stack([b.counts.cpu() for b in batches]).sum(0)  # [K]
+        planned = [self._batch(p) for p in packed]  # on the CPU, where masks are
+        counts = torch.stack([b.counts for b in planned]).sum(0)  # [K]
         tokens = torch.tensor([sum(p.num_tokens for p in packed)])
         *rows, tokens_all = processes.sum(torch.cat([counts, tokens])).tolist()
-        if not rows[0]:
+        if not any(rows):
             none: tuple[None, ...] = (None,) * config.steps
             return Numbers(loss=0.0, losses=none, accuracy=none, grad_norm=0.0, tokens=int(tokens_all))
         normalizer = torch.tensor(rows, device=processes.device)
         for optimizer in self._optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         losses, sums = [], []
-        for i, batch in enumerate(batches):
-            apart = processes.accumulating(self._model) if i + 1 < len(batches) else nullcontext()
+        for i, batch in enumerate(planned):
+            apart = processes.accumulating(self._model) if i + 1 < len(planned) else nullcontext()
             with apart:
-                loss, found = self._model(batch, normalizer)
+                loss, found = self._model(batch.to(processes.device, non_blocking=True), normalizer)
                 processes.backward(loss)
             losses.append(loss.detach().double())
             sums.append(found)
@@ -171,7 +171,7 @@ class Stepper:
 
     def _batch(self, packed: Packed) -> TrainBatch:
         return TrainBatch.from_packed(
-            packed.to(self._processes.device, non_blocking=True),
+            packed,
             aux=self._layout.aux,
             last=self._layout.last,
             steps=self._config.steps,
