@@ -1,0 +1,1 @@
+"""Evaluation: acceptance by position, and by walking a record as an engine does."""
