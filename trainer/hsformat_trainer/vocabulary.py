@@ -43,4 +43,4 @@ class DraftVocabulary:
 
 def vocabulary_for(config: TrainConfig, admitted: Admitted) -> DraftVocabulary | None:
     """Return the draft's vocabulary; None: it is the target's."""
-    raise NotImplementedError
+    return None
