@@ -41,7 +41,7 @@ class PlainDraft:
         return self.w["fc.weight"] @ x
 
     def row(self, feature, embedded, position, caches):
-        """Run one row whose visible keys and values are those of ``caches`` (a list a layer) and its own, added to them.
+        """Run one row that sees the keys and values of ``caches`` (a list a layer) and its own, added to them.
 
         Returns what the head reads and what the next step is fed.
         """

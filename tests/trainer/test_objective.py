@@ -43,35 +43,38 @@ def plain_loss(draft, target, packed, *, steps, decay, name, rule, target_ids):
                 kl = (p * (logp - logq)).sum()
                 accepted = torch.minimum(p, q).sum()
                 weight = torch.exp(-3 * accepted).detach()
-                sums[k] = sums[k] + {
-                    "kl": kl,
-                    "ce": -logq[ids_in.index(best)],
-                    "reverse_kl": (q * (logq - logp)).sum(),
-                    "lk": weight * kl + (1 - weight) * (1 - accepted),
-                }[name]
+                sums[k] = (
+                    sums[k]
+                    + {
+                        "kl": kl,
+                        "ce": -logq[ids_in.index(best)],
+                        "reverse_kl": (q * (logq - logp)).sum(),
+                        "lk": weight * kl + (1 - weight) * (1 - accepted),
+                    }[name]
+                )
     loss = sum(decay**k * sums[k] / counted[k] for k in range(steps) if counted[k])
     return loss, hits, counted, covered
 
 
 CASES = {
     "kl": {},
-    "ce-some-ids": dict(name="ce", target_ids=SOME_IDS),
-    "reverse": dict(name="reverse_kl", target_ids=SOME_IDS, steps=2),
-    "lk-four-steps": dict(name="lk", steps=4),
-    "input-rule": dict(rule="input", target_ids=SOME_IDS),
-    "feature-rule": dict(rule="feature"),
-    "norms": dict(norm_before_fc=True, fc_norm=True, norm_output=True, attention_bias=True),
-    "fc-norm-residual": dict(fc_norm=True, norm_before_residual=True, train_embedding=True),
-    "frozen-head": dict(train_head=False, target_ids=SOME_IDS),
-    "two-layers": dict(num_layers=2, later_layers_norm="hidden_norm", steps=3),
-    "three-layers": dict(num_layers=3, later_layers_norm="input_layernorm", target_ids=SOME_IDS),
-    "partial": dict(rope={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.67}),
+    "ce-some-ids": {"name": "ce", "target_ids": SOME_IDS},
+    "reverse": {"name": "reverse_kl", "target_ids": SOME_IDS, "steps": 2},
+    "lk-four-steps": {"name": "lk", "steps": 4},
+    "input-rule": {"rule": "input", "target_ids": SOME_IDS},
+    "feature-rule": {"rule": "feature"},
+    "norms": {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "attention_bias": True},
+    "fc-norm-residual": {"fc_norm": True, "norm_before_residual": True, "train_embedding": True},
+    "frozen-head": {"train_head": False, "target_ids": SOME_IDS},
+    "two-layers": {"num_layers": 2, "later_layers_norm": "hidden_norm", "steps": 3},
+    "three-layers": {"num_layers": 3, "later_layers_norm": "input_layernorm", "target_ids": SOME_IDS},
+    "partial": {"rope": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.67}},
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_loss_and_gradients_equal_a_dense_reference(case):
-    options = dict(name="kl", steps=3, rule="serving", target_ids=None) | case
+    options = {"name": "kl", "steps": 3, "rule": "serving", "target_ids": None} | case
     name, steps, rule, ids = (options.pop(k) for k in ("name", "steps", "rule", "target_ids"))
     packed, target = mixed_pack(), random_target()
     draft = random_draft(target, target_ids=ids, **options)

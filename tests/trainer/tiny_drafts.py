@@ -28,24 +28,49 @@ class Map:
 
 
 def spec_of(**changes):
-    plain = dict(
-        target_hidden_size=HIDDEN, num_aux=len(AUX), hidden_size=HIDDEN, intermediate_size=24, num_layers=1, num_heads=4,
-        num_kv_heads=2, head_dim=6, rms_norm_eps=1e-5, rope={"rope_type": "default", "rope_theta": 10000.0},
-        max_position_embeddings=256, vocab_size=VOCAB, draft_vocab_size=VOCAB, norm_before_residual=False,
-        norm_before_fc=False, fc_norm=False, norm_output=False, later_layers_norm=None, train_embedding=False,
-        train_head=True,
-    )  # fmt: skip
+    plain = {
+        "target_hidden_size": HIDDEN,
+        "num_aux": len(AUX),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 24,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "rms_norm_eps": 1e-5,
+        "rope": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 256,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "later_layers_norm": None,
+        "train_embedding": False,
+        "train_head": True,
+    }
     return DraftSpec(**{**plain, **changes})
 
 
 def target_model(**changes):
-    facts = dict(
-        name="tiny", revision=None, architecture="LlamaForCausalLM", num_layers=DEPTH, hidden_size=HIDDEN,
-        vocab_size=VOCAB, dtype="float32", quantization=None, embedding={"scale": 1.0, "tied": False},
-        head={"bias": False, "softcap": None, "scale": 1.0, "padded_vocab": VOCAB},
-        final_norm={"kind": "rmsnorm", "eps": 1e-5, "unit_offset": False}, rope=(), config_digest=digest("1"),
-        basis_digest=digest("2"), weights_digest=None,
-    )  # fmt: skip
+    facts = {
+        "name": "tiny",
+        "revision": None,
+        "architecture": "LlamaForCausalLM",
+        "num_layers": DEPTH,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "dtype": "float32",
+        "quantization": None,
+        "embedding": {"scale": 1.0, "tied": False},
+        "head": {"bias": False, "softcap": None, "scale": 1.0, "padded_vocab": VOCAB},
+        "final_norm": {"kind": "rmsnorm", "eps": 1e-5, "unit_offset": False},
+        "rope": (),
+        "config_digest": digest("1"),
+        "basis_digest": digest("2"),
+        "weights_digest": None,
+    }
     return TargetModel.model_validate({**facts, **changes})
 
 

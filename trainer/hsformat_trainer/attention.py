@@ -1,8 +1,9 @@
 """Attention of training-time test: the keys of step 0 causally, and a row's own keys of the steps after it.
 
-Exact, without a matrix of rows by keys in memory: queries are taken in blocks, a block's scores exist while it is worked on,
-and the backward pass computes them again. Shapes: n queries, N keys of step 0 (of all records, one after another), J later
-steps, G query heads a key head, A key heads, D width of a head, w keys of a block, b queries of a block.
+Exact, without a matrix of rows by keys in memory: queries are taken in blocks, a block's scores exist while it is
+worked on, and the backward pass computes them again. Shapes: n queries, N keys of step 0 (of all records, one after
+another), J later steps, G query heads a key head, A key heads, D width of a head, w keys of a block, b queries of a
+block.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def attend(
     q, k, v = (x.to(work) for x in (query_nQD, key_NAD, value_NAD))
     ok = torch.stack(own_keys, 1).to(work) if own_keys else q.new_zeros((len(q), 0, *k.shape[1:]))
     ov = torch.stack(own_values, 1).to(work) if own_values else ok
-    out: torch.Tensor = _Attend.apply(q, k, v, ok, ov, first_key, own_key)
+    out: torch.Tensor = _Attend.apply(q, k, v, ok, ov, first_key, own_key)  # type: ignore[no-untyped-call] # torch's
     return out.to(kept)
 
 
@@ -90,7 +91,7 @@ class _Attend(torch.autograd.Function):
             for block in blocks:
                 i, j = block[:2]
                 weights, own = _weights(q_AGnD, k_AND, ok, first_key, own_key, block)
-                out = (weights.flatten(1, 2) @ v_AND[:, block[2] : block[3]]).unflatten(1, weights.shape[1:3])
+                out = (weights.flatten(1, 2) @ v_AND[:, block[2] : block[3]]).reshape(*weights.shape[:3], -1)
                 if own is not None:
                     out = out + torch.einsum("agbj,bjad->agbd", own, ov[i:j])
                 out_AGnD[:, :, i:j] = out
@@ -99,7 +100,7 @@ class _Attend(torch.autograd.Function):
         return out_AGnD.permute(2, 0, 1, 3).flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override] # torch types it as Any
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_AGnD, k_AND, v_AND, ok, ov, first_key, own_key, out_AGnD = ctx.saved_tensors
         grad_AGnD = _by_key_head(grad, k_AND.shape[0])
         scale = q_AGnD.shape[-1] ** -0.5
@@ -113,9 +114,9 @@ class _Attend(torch.autograd.Function):
                 mean = (g * out_AGnD[:, :, i:j]).sum(-1, keepdim=True)
                 flat = g.flatten(1, 2)
                 dv[:, low:high] += weights.flatten(1, 2).transpose(1, 2) @ flat
-                scores = (flat @ v_AND[:, low:high].transpose(1, 2)).unflatten(1, weights.shape[1:3])
+                scores = (flat @ v_AND[:, low:high].transpose(1, 2)).reshape(weights.shape)
                 scores = scores.sub_(mean).mul_(weights).mul_(scale).flatten(1, 2)
-                dq_b = (scores @ k_AND[:, low:high]).unflatten(1, weights.shape[1:3])
+                dq_b = (scores @ k_AND[:, low:high]).reshape(*weights.shape[:3], -1)
                 q_b = q_AGnD[:, :, i:j]
                 dk[:, low:high] += scores.transpose(1, 2) @ q_b.flatten(1, 2)
                 if own is not None:
@@ -129,7 +130,8 @@ class _Attend(torch.autograd.Function):
 
 
 def _by_key_head(x_nQD: torch.Tensor, heads: int) -> torch.Tensor:
-    return x_nQD.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).contiguous()
+    n, _, width = x_nQD.shape
+    return x_nQD.reshape(n, heads, -1, width).permute(1, 2, 0, 3).contiguous()
 
 
 def _weights(
@@ -143,7 +145,7 @@ def _weights(
     """Return the weights of a block, [A, G, b, w] over the keys of step 0 and [A, G, b, J] over the later ones."""
     i, j, low, high = block
     q = q_AGnD[:, :, i:j] * q_AGnD.shape[-1] ** -0.5
-    scores = (q.flatten(1, 2) @ k_AND[:, low:high].transpose(1, 2)).unflatten(1, q.shape[1:3])
+    scores = (q.flatten(1, 2) @ k_AND[:, low:high].transpose(1, 2)).reshape(*q.shape[:3], -1)
     at = torch.arange(low, high, device=q.device)
     unseen = (at[None] > own_key[i:j, None]) | (at[None] < first_key[i:j, None])
     scores.masked_fill_(unseen, float("-inf"))

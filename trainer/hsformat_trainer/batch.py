@@ -1,16 +1,17 @@
 """What training-time test needs of a packed batch: which row is computed at which step, from which token and state.
 
-All shifts and masks come from :mod:`hsformat.align`. Numbers of rows, all over the whole pack: M tokens, n active rows of a
-step, N key rows. Row t of a record at step k has token t+1+k, and reads the state of row t at step 0.
+All shifts and masks come from :mod:`hsformat.align`. Numbers of rows, all over the whole pack: M tokens, n active rows
+of a step, N key rows. Row t of a record at step k has token t+1+k, and reads the state of row t at step 0.
 
-Rows that carry loss at step k need what the same rows gave at the steps before, and the keys and values of step 0 of all
-rows before them. So a row is **active** at step k if it carries loss at k or later; at step 0 the others up to the
+Rows that carry loss at step k need what the same rows gave at the steps before, and the keys and values of step 0 of
+all rows before them. So a row is **active** at step k if it carries loss at k or later; at step 0 the others up to the
 last active row of their record give a key and a value alone; and nothing else is computed (exactly: a row's output is
 read by nobody else).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -244,7 +245,7 @@ def _plan(packed: Packed, num_steps: int, rule: MaskRule) -> dict[str, Any]:
 def _keys(active: torch.Tensor, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which rows give a key, and the first row of each row's record."""
     is_key, first_of = torch.zeros_like(active), torch.zeros(len(active), dtype=torch.int64)
-    for first, end in zip(starts[:-1], starts[1:], strict=True):
+    for first, end in itertools.pairwise(starts):
         there = active[first:end].nonzero()[:, 0]
         if len(there):
             is_key[first : first + int(there[-1]) + 1] = True

@@ -110,11 +110,11 @@ class TrainConfig(Frozen):
     ] = HeldOut()
     aux: Annotated[
         Annotated[tuple[CaptureKey, ...], Field(min_length=1), FromList] | None,
-        Field(description="Captures that fc concatenates, in order (d2,d15,d27); none: the contract's layout."),
+        Field(description="Captures that fc concatenates, in order (d2,d15,d27); without: the contract's layout."),
     ] = None
     last: Annotated[
         CaptureKey | None,
-        Field(description="Capture that gives the target distribution (d30); none: the contract's layout."),
+        Field(description="Capture that gives the target distribution (d30); without: the contract's layout."),
     ] = None
 
     # what it is for
@@ -135,25 +135,25 @@ class TrainConfig(Frozen):
         Text | None, Field(description="A draft's config.json that states its sizes and options, as it will be served.")
     ] = None
     draft_layers: Annotated[Count, Field(description="Decoder layers of the draft.")] = 1
-    draft_hidden_size: Annotated[Count | None, Field(description="Width of the draft; none: the target's.")] = None
+    draft_hidden_size: Annotated[Count | None, Field(description="Width of the draft; without: the target's.")] = None
     draft_intermediate_size: Annotated[
-        Count | None, Field(description="Width of the draft's MLP; none: the target's.")
+        Count | None, Field(description="Width of the draft's MLP; without: the target's.")
     ] = None
-    draft_heads: Annotated[Count | None, Field(description="Attention heads; none: the target's.")] = None
-    draft_kv_heads: Annotated[Count | None, Field(description="Key and value heads; none: the target's.")] = None
-    draft_head_dim: Annotated[Count | None, Field(description="Width of a head; none: the target's.")] = None
+    draft_heads: Annotated[Count | None, Field(description="Attention heads; without: the target's.")] = None
+    draft_kv_heads: Annotated[Count | None, Field(description="Key and value heads; without: the target's.")] = None
+    draft_head_dim: Annotated[Count | None, Field(description="Width of a head; without: the target's.")] = None
     draft_rope: Annotated[
         dict[str, Any] | None,
-        Field(description="Rotary embedding, as Transformers' rope_parameters; none: the target's."),
+        Field(description="Rotary embedding, as Transformers' rope_parameters; without: the target's."),
     ] = None
     draft_max_positions: Annotated[
-        Count | None, Field(description="max_position_embeddings of the draft; none: the target's.")
+        Count | None, Field(description="max_position_embeddings of the draft; without: the target's.")
     ] = None
     draft_vocab_size: Annotated[
         Count | None,
         Field(
-            description="Target ids that the draft can propose, the most frequent of the supervised ones; none: all. "
-            "32000 is usual for large vocabularies, and trains and drafts faster."
+            description="Target ids that the draft can propose, the most frequent supervised ones; without: all. 32000 is "
+            "usual for large vocabularies, and trains and drafts faster."
         ),
     ] = None
     norm_before_residual: Annotated[
@@ -185,7 +185,7 @@ class TrainConfig(Frozen):
 
     # the run
     epochs: Annotated[Count, Field(description="Passes over the records.")] = 1
-    max_steps: Annotated[Count | None, Field(description="End after so many optimizer steps; none: epochs.")] = None
+    max_steps: Annotated[Count | None, Field(description="End after so many optimizer steps; without: epochs.")] = None
     batch_tokens: Annotated[
         Count, Field(description="Most tokens of a batch (of one process, before accumulation); packed, not padded.")
     ] = 4096
@@ -200,7 +200,7 @@ class TrainConfig(Frozen):
     beta2: Annotated[Share, Field(description="AdamW.")] = 0.95
     schedule: Annotated[ScheduleName, Field(description="Course of the learning rate after the warm-up.")] = "cosine"
     warmup: Annotated[Share, Field(description="Share of the optimizer steps in which the rate rises from 0.")] = 0.02
-    clip: Annotated[Positive | None, Field(description="Largest norm of the gradient; none: not clipped.")] = 1.0
+    clip: Annotated[Positive | None, Field(description="Largest norm of the gradient; null: not clipped.")] = 1.0
     precision: Annotated[
         Precision, Field(description="bf16: products in bfloat16, weights and optimizer in float32.")
     ] = "bf16"
@@ -213,7 +213,7 @@ class TrainConfig(Frozen):
     keep: Annotated[Count, Field(description="Newest checkpoints that stay.")] = 2
     eval_every: Annotated[Natural, Field(description="Optimizer steps between evaluations; 0: at the end alone.")] = 500
     eval_records: Annotated[
-        Count | None, Field(description="Most held-out records of an evaluation before the last; none: all.")
+        Count | None, Field(description="Most held-out records of an evaluation before the last; without: all.")
     ] = 256
     log_every: Annotated[Count, Field(description="Optimizer steps between lines of the log.")] = 10
     trackers: Annotated[

@@ -1,7 +1,7 @@
 """The draft: EAGLE-3's head of Llama shape, as the engines run it.
 
-Parameter names are those of a served draft. Shapes: N key rows, n active rows of a step, H width of the draft, Ht of the
-target's states, A key heads, Q query heads, D width of a head, Vd rows of the head.
+Parameter names are those of a served draft. Shapes: N key rows, n active rows of a step, H width of the draft, Ht of
+the target's states, A key heads, Q query heads, D width of a head, Vd rows of the head.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Attention(nn.Module):
         self._head_dim = spec.head_dim
 
     def heads(self, projection: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = projection(x).unflatten(-1, (-1, self._head_dim))
+        out: torch.Tensor = projection(x).reshape(len(x), -1, self._head_dim)
         return out
 
 
@@ -160,9 +160,11 @@ class Draft(nn.Module):
     vocabulary
         The target ids that it can propose; None: all.
     target
-        Gives the head's first weights, and the embedding's where it is trained; otherwise the embedding is the target's.
+        Gives the head's first weights, and the embedding's where it is trained; otherwise the embedding is the
+        target's.
     init
-        ``random``: a normal distribution of the usual width, 0.02. Or the folder of a draft whose weights it begins with.
+        ``random``: a normal distribution of the usual width, 0.02. Or the folder of a draft whose weights it begins
+        with.
 
     Attributes
     ----------

@@ -1,8 +1,9 @@
 """The objective of training-time test over a packed batch, in chunks: no logits are kept, whatever their number.
 
 The draft runs all K steps first: what is fed in are the record's own tokens, so that no step waits for logits. Then the
-states whose distributions are asked for are taken a chunk at a time: the target's logits once, and from them the loss of
-every step's rows, with its gradient for the draft's outputs (and the head), which is all that the backward pass needs.
+states whose distributions are asked for are taken a chunk at a time: the target's logits once, and from them the loss
+of every step's rows, with its gradient for the draft's outputs (and the head), which is all that the backward pass
+needs.
 
 Shapes: K steps, P states, C of a chunk, s rows of a step, Vd draft vocabulary, V target vocabulary.
 """
@@ -50,7 +51,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predictions:
-    """What the draft says, a step and supervised row, as [s] tensors; rows as in :class:`~hsformat_trainer.batch.StepRows`.
+    """What the draft says, a step and supervised row, as [s] tensors in the order of the batch's rows.
 
     Attributes
     ----------
@@ -58,13 +59,17 @@ class Predictions:
         The target id of the draft's argmax.
     expected
         The target's argmax over its whole vocabulary.
+    covered
+        Whether that is in the draft's vocabulary.
     accepted
-        ``sum min(p, q)`` over the target's vocabulary at temperature 1: how likely sampling accepts what the draft samples.
+        ``sum min(p, q)`` over the target's vocabulary: how likely sampling accepts what the draft samples; None at
+        temperature 0.
     """
 
     drafted: tuple[torch.Tensor, ...]
     expected: tuple[torch.Tensor, ...]
-    accepted: tuple[torch.Tensor, ...]
+    covered: tuple[torch.Tensor, ...]
+    accepted: tuple[torch.Tensor, ...] | None
 
 
 def ttt_loss(
@@ -103,7 +108,8 @@ def ttt_loss(
         counts = (batch.counts if normalizer is None else normalizer).to(device, torch.float64)
         weights = decay ** torch.arange(steps, device=device, dtype=torch.float64)
         weights = torch.where(counts > 0, weights / counts.clamp(min=1e-30), torch.zeros_like(weights))
-        total, *sums = _ChunkedLoss.apply((draft, target, batch, loss, weights), draft.lm_head.weight, *outputs)
+        what = (draft, target, batch, loss, weights)
+        total, *sums = _ChunkedLoss.apply(what, draft.lm_head.weight, *outputs)  # type: ignore[no-untyped-call] # torch's
     loss_sums, hits, covered = sums
     counted = batch.counts.to(device, torch.float64)
     return StepResult(loss=total, loss_sums=loss_sums, hits=hits, counted=counted, covered=covered)
@@ -156,7 +162,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return (loss, *parts)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override] # torch types it as Any
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         head = None if ctx.head_gradient is None else ctx.head_gradient * grad
         return (None, head, *(g * grad.to(g.dtype) for g in ctx.saved_tensors))
 
@@ -165,7 +171,8 @@ class _ChunkedLoss(torch.autograd.Function):
 class _Chunk:
     """Some states: the target's rows, whether the target's argmax is in the draft's vocabulary, and each step's rows.
 
-    ``steps``: a slice of the step's supervised rows, and where in the chunk their states are (None: one each, in order).
+    ``steps``: a slice of the step's supervised rows, and where in the chunk their states are (None: one each, in
+    order).
     """
 
     target: TargetRows
@@ -209,15 +216,56 @@ def _chunks(draft: Draft, target: TargetHead, batch: TrainBatch, dtype: torch.dt
 
 
 @torch.no_grad()
-def predictions(draft: Draft, target: TargetHead, batch: TrainBatch, *, steps: int) -> Predictions:
+def predictions(
+    draft: Draft, target: TargetHead, batch: TrainBatch, *, steps: int, temperature: float = 0.0
+) -> Predictions:
     """Return what draft and target say at every supervised row of every step.
+
+    Parameters
+    ----------
+    temperature
+        Above 0: that of both distributions, for ``accepted``.
 
     Raises
     ------
     ValueError
         The batch was planned for another number of steps.
     """
-    raise NotImplementedError
+    if steps != len(batch.steps):
+        raise ValueError(f"the batch is planned for {len(batch.steps)} steps, not {steps}")
+    with products(batch.last.device):
+        outputs = draft(batch, target)
+        dtype = product_dtype(batch.last.device, outputs[0].dtype)
+        weight_VH = draft.head_for(dtype)
+        drafted, expected, covered, accepted = ([torch.empty(0)] * steps for _ in range(4))
+        for k, out in enumerate(outputs):
+            drafted[k], expected[k] = torch.zeros((2, len(out)), dtype=torch.int64, device=out.device)
+            covered[k] = torch.zeros(len(out), dtype=torch.bool, device=out.device)
+            accepted[k] = torch.zeros(len(out), device=out.device)
+        for chunk in _chunks(draft, target, batch, dtype):
+            p = None if temperature == 0 else _sampled(chunk, temperature)
+            for k, (rows, at) in enumerate(chunk.steps):
+                z = _wide(outputs[k][rows].to(dtype) @ weight_VH.T)
+                some = slice(None) if at is None else at
+                drafted[k][rows] = draft.to_target(z.max(-1).indices) if len(z) else drafted[k][rows]
+                expected[k][rows] = chunk.expected[some]
+                covered[k][rows] = chunk.inside[some]
+                if p is not None:
+                    q = torch.softmax(z / temperature, -1)
+                    accepted[k][rows] = torch.minimum(p[some], q).sum(-1).to(accepted[k].dtype)
+    return Predictions(
+        drafted=tuple(drafted),
+        expected=tuple(expected),
+        covered=tuple(covered),
+        accepted=tuple(accepted) if temperature else None,
+    )
+
+
+def _sampled(chunk: _Chunk, temperature: float) -> torch.Tensor:
+    """Return the target's probabilities of the draft's vocabulary, [C, Vd], out of those of its whole vocabulary."""
+    inside = chunk.target.logits
+    logits = inside if chunk.outside is None else torch.cat((inside, chunk.outside), -1)
+    return torch.softmax(logits / temperature, -1)[:, : inside.shape[-1]]
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

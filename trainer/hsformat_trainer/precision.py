@@ -1,8 +1,8 @@
 """In which dtype matrix products are computed.
 
-Autocast to bfloat16 is for speed. A processor without instructions for it (x86 before AVX512-BF16 and AMX) computes such
-products 5 to 70 times slower than in float32 (docs/benchmarks.md), so that there they are computed in float32: exactly
-what was asked for, but for a rounding that is left out.
+Autocast to bfloat16 is for speed. A processor without instructions for it (x86 before AVX512-BF16 and AMX) computes
+such products 5 to 70 times slower than in float32 (docs/benchmarks.md), so that there they are computed in float32:
+exactly what was asked for, but for a rounding that is left out.
 """
 
 from __future__ import annotations

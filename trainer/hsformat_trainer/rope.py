@@ -20,9 +20,9 @@ KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 class Rotary(nn.Module):
     """Cosines and sines of positions.
 
-    The frequencies are those that Transformers computes for a Llama model of the draft's config. ``dynamic`` scales by the
-    length once it exceeds ``max_position_embeddings``; training knows the lengths of records and not of what is served,
-    so that it takes the frequencies of that length or less, as the engines' tables do.
+    The frequencies are those that Transformers computes for a Llama model of the draft's config. ``dynamic`` scales by
+    the length once it exceeds ``max_position_embeddings``; training knows the lengths of records and not of what is
+    served, so that it takes the frequencies of that length or less, as the engines' tables do.
 
     Raises
     ------

@@ -214,8 +214,14 @@ class TargetHead(nn.Module):
         if target_ids is None:
             inside = ids
             none = ids[:0]
-            return SplitHead(inside=weight.to(dtype), inside_bias=bias, outside=weight[none].to(dtype),
-                             outside_bias=None if bias is None else bias[none], inside_ids=inside, outside_ids=none)  # fmt: skip
+            return SplitHead(
+                inside=weight.to(dtype),
+                inside_bias=bias,
+                outside=weight[none].to(dtype),
+                outside_bias=None if bias is None else bias[none],
+                inside_ids=inside,
+                outside_ids=none,
+            )
         is_inside = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
         is_inside[target_ids] = True
         outside = ids[~is_inside]
