@@ -60,8 +60,8 @@ def build(config: TrainConfig, admitted: Admitted, processes: Processes, *, tota
     vocabulary = vocabulary_for(config, admitted)
     draft = Draft(admitted.spec, vocabulary=vocabulary, target=target, init=config.init or "random")
     draft.float()  # master weights; products are autocast's
+    model = processes.prepare(Objective(draft, target, config, processes))
     optimizers = build_optimizers(draft.named_parameters(), config)
-    model, optimizers = processes.prepare(Objective(draft, target, config, processes), optimizers)
     schedules = Schedules(optimizers, kind=config.schedule, warmup=config.warmup, total=total)
     stepper = Stepper(model, optimizers, config=config, layout=admitted.layout, processes=processes)
     return Parts(

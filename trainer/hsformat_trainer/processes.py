@@ -2,22 +2,25 @@
 
 How many there are and whether the draft is cut is what ``accelerate launch`` or ``torchrun`` say; precision is what the
 configuration says, here as in one process: torch's autocast over weights that stay float32, also where they are cut, so
-that gradients are added in float32 between processes.
+that gradients are added in float32 between processes. The draft is cut by torch's ``fully_shard`` as one group, since all of
+it is used in one forward; accelerate (1.15) would leave FSDP2 out on CPUs without a word.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object, parse_flag_from_env
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hsformat.problems import HsError, problem
-
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.tracking import check_trackers, flat
 
@@ -47,24 +50,28 @@ class Processes:
             mixed_precision="no",
             log_with=list(config.trackers) or None,
             project_dir=config.out,
-            # Buffers are the vocabulary map, the same everywhere.
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         )
         self.device: torch.device = self._accelerator.device
-        self._check(config)
+        self.sharded = self._check(config)
         self._tracks = False
 
-    def _check(self, config: TrainConfig) -> None:
-        kind = self._accelerator.distributed_type
+    def _check(self, config: TrainConfig) -> bool:
+        """Return whether the draft is cut among the processes; refuse what there is not."""
         if config.device not in ("auto", "cpu") and torch.device(config.device).type != self.device.type:
             got, expected = f"device {self.device}", f"device {config.device}"
             fix = "device: auto takes what there is"
             raise HsError(problem("HS410", where="--device", got=got, expected=expected, fix=fix))
-        several = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.NO)
-        if kind not in several and not self._accelerator.is_fsdp2:
-            got, expected = f"{kind.value}", "one process, several (DDP), or FSDP2"
+        kind = self._accelerator.distributed_type.value
+        if "FSDP" in kind or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            kind = "FSDP2" if os.environ.get("FSDP_VERSION", "1") == "2" else "FSDP1"
+            if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+                kind += " with parameters offloaded"
+        if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP2"):
+            expected = "one process, several (DDP), or FSDP2 without offloading"
             fix = "accelerate launch --use_fsdp --fsdp_version 2, or without these options"
-            raise HsError(problem("HS410", where="accelerate", got=got, expected=expected, fix=fix))
+            raise HsError(problem("HS410", where="accelerate", got=kind, expected=expected, fix=fix))
+        return kind == "FSDP2" and self.count > 1
 
     @property
     def count(self) -> int:
@@ -81,27 +88,27 @@ class Processes:
         """Whether this is the one that writes and prints."""
         return self.rank == 0
 
-    @property
-    def sharded(self) -> bool:
-        """Whether parameters are cut among the processes."""
-        return bool(self._accelerator.is_fsdp2)
-
-    def prepare(
-        self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
-    ) -> tuple[nn.Module, dict[str, torch.optim.Optimizer]]:
-        """Return the module that is called and the optimizers of its parameters, on the device."""
-        if self.sharded:
-            plugin = self._accelerator.state.fsdp_plugin
-            plugin.auto_wrap_policy = None  # one layer is one group; and all of it is used in one forward
-            plugin.cpu_ram_efficient_loading = False
-            plugin.mixed_precision_policy = None
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Return the module that is called, on the device. Optimizers are made after it, of its parameters."""
         model.to(self.device)
-        prepared, *wrapped = self._accelerator.prepare(model, *optimizers.values())
-        return prepared, {name: w.optimizer for name, w in zip(optimizers, wrapped, strict=True)}
+        if self.sharded:
+            fully_shard(model, mesh=init_device_mesh(self.device.type, (self.count,)))
+            return model
+        prepared: nn.Module = self._accelerator.prepare(model)
+        return prepared
 
-    def accumulating(self, model: nn.Module) -> Any:
-        """Return a context in which gradients stay in this process, for all batches of a step but the last."""
-        return self._accelerator.no_sync(model) if self.count > 1 else nullcontext()
+    @contextmanager
+    def accumulating(self, model: nn.Module) -> Iterator[None]:
+        """Keep gradients in this process, for all batches of a step but the last."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                model.set_requires_gradient_sync(True)
+        else:
+            with self._accelerator.no_sync(model):
+                yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss that all processes share the sum of.
@@ -117,14 +124,14 @@ class Processes:
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Give every process the whole of the parameters, for what is not called through the module itself."""
-        if not self.sharded:
+        if not isinstance(model, FSDPModule):
             yield
             return
-        model.unshard()  # type: ignore[operator] # FSDPModule's, which fully_shard puts among the module's classes
+        model.unshard()
         try:
             yield
         finally:
-            model.reshard()  # type: ignore[operator] # see above
+            model.reshard()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes, of numbers on the CPU or the device, on the CPU."""

@@ -59,7 +59,7 @@ class Objective(nn.Module):
         with self._processes.autocast():
             loss, sums = self._of(batch, normalizer)
         if self._processes.count > 1:
-            # DDP waits for the gradient of every parameter from every process, also where nothing is supervised.
+            # DDP (and FSDP2) waits for the gradient of every parameter from every process, also where nothing is supervised.
             loss = loss + 0.0 * torch.stack([p.flatten()[:1].sum() for p in self.parameters() if p.requires_grad]).sum()
         return loss, sums
 
