@@ -256,3 +256,20 @@ def test_a_run_that_begins_with_an_exported_draft_has_its_weights_and_map(base, 
     target = TargetHead.load(config.target, admitted.target, dtype=torch.float32, device="cpu")
     draft = Draft(admitted.spec, vocabulary=vocabulary, target=target, init=folder)
     assert all(torch.equal(v, trained[k]) for k, v in draft.state_dict().items())
+
+
+def test_from_a_store_to_a_served_draft(base, tmp_path, cli):
+    """Train, export and look at it, by the commands alone."""
+    words = ("train", base / "data.hs.zarr", "--target", base / "target", "--serve", ",".join(BOTH))
+    words += ("--out", tmp_path / "out", "--precision", "fp32", "--device", "cpu", "--steps", 2, "--workers", 0)
+    words += ("--max-steps", 2, "--held-out", "none", "--draft-vocab-size", 20, "--eval-every", 0)
+    code, _, err = cli(*words)
+    assert code == 0, err
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-2"
+    assert cli("export-draft", checkpoint, "--engine", "both", "--out", tmp_path / "draft")[0] == 0
+    for engine in BOTH:
+        name, _, version = engine.partition("@")
+        look = ("layout", tmp_path / "draft", "--engine", name, "--engine-version", version)
+        code, out, _ = cli(*look, "--target", base / "target", "--format", "json")
+        assert code == 0, out
+        assert [a["depth"] for a in json.loads(out)["layout"]["aux"]] == [1, 2, 3]
