@@ -152,8 +152,8 @@ class TrainConfig(Frozen):
     draft_vocab_size: Annotated[
         Count | None,
         Field(
-            description="Target ids that the draft can propose, the most frequent supervised ones; without: all. 32000 is "
-            "usual for large vocabularies, and trains and drafts faster."
+            description="Target ids that the draft can propose, the most frequent supervised ones; without: all. 32000 "
+            "is usual for large vocabularies, and trains and drafts faster."
         ),
     ] = None
     norm_before_residual: Annotated[
