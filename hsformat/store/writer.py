@@ -287,7 +287,7 @@ class Writer:
         return result
 
     def _start(self) -> ThreadPoolExecutor:
-        """Start the writer's thread before it is given anything: a pool keeps what it cannot begin, and does it later."""
+        """Start the writer's thread before it is given anything: a pool keeps what it cannot begin for later."""
         pool = ThreadPoolExecutor(1, thread_name_prefix="hsformat-writer")
         try:
             pool.submit(int).result()
