@@ -55,9 +55,7 @@ def write_data(folder: Path, *, records: int = 24) -> None:
         mask = np.ones(tokens, np.uint8)
         mask[:2] = 0
         written.append(
-            tiny_record(
-                CONTRACT, f"r{i}", tokens=tokens, seed=i, input_ids=ids, loss_mask=mask, hidden={"d4": last}
-            )
+            tiny_record(CONTRACT, f"r{i}", tokens=tokens, seed=i, input_ids=ids, loss_mask=mask, hidden={"d4": last})
         )
     build_store(folder / "data.hs.zarr", CONTRACT, written, segments=3)
 

@@ -65,10 +65,12 @@ def assert_same(got: Numbers, wanted: Numbers) -> None:
     assert got.accuracy == wanted.accuracy  # counts
 
 
-def assert_same_weights(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_same_weights(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float = 1e-6) -> None:
     assert got.keys() == wanted.keys()
     for name in wanted:
-        torch.testing.assert_close(got[name], wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            got[name], wanted[name], rtol=1e-5, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 SGD_LIKE = {"lr": 1e-3, "clip": 0.01}
@@ -130,4 +132,6 @@ def test_two_processes_are_one_larger_batch(
     everything = [batch(dataset, LEFT + RIGHT)]
     for got in read_numbers(tmp_path):
         assert_same(got, parts.stepper(everything))
-    assert_same_weights(load_file(tmp_path / "weights.safetensors"), weights(parts))
+    # Muon makes updates orthogonal in bfloat16, of parts in another order: 2 steps of 2e-3, of which it rounds 2 ** -8.
+    atol = 5e-5 if options.get("optimizer") == "muon" else 1e-6
+    assert_same_weights(load_file(tmp_path / "weights.safetensors"), weights(parts), atol)

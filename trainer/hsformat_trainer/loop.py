@@ -156,9 +156,7 @@ class _Run:
     def _resume(self, folder: Path) -> bool:
         """Put everything back, and return whether the checkpoint was evaluated."""
         state = read_state(folder)
-        self.result.notes += check_resume(
-            folder, state, config=self.config, admitted=self.admitted, loader=self.loader
-        )
+        self.result.notes += check_resume(folder, state, config=self.config, admitted=self.admitted, loader=self.loader)
         restore(folder, state, self.parts.draft, self.parts.optimizers, self.processes)
         self.parts.schedules.load_state_dict(state["schedule"])
         self.result.step, self.result.tokens = state["step"], state["tokens"]
