@@ -51,15 +51,20 @@ class Encoder:
             self._changed.wait_for(lambda: self._under_way < self._most)
             self._under_way += 1
 
+        held = True
+
         def release() -> None:
+            nonlocal held
             with self._changed:
-                self._free.setdefault((rows.shape, rows.dtype), []).append(rows)
-                self._under_way -= 1
-                self._changed.notify_all()
+                if held:
+                    held = False
+                    self._free.setdefault((rows.shape, rows.dtype), []).append(rows)
+                    self._under_way -= 1
+                    self._changed.notify_all()
 
         try:
-            self._pool.submit(shard.encode, n, rows, release)
-        except BaseException:  # no thread can be started, or the interpreter ends: nobody else will let go of it
+            self._submit(lambda: shard.encode(n, rows, release))
+        except BaseException:  # no thread can be started, or the interpreter ends: nobody else may let go of it
             release()
             raise
 
@@ -72,12 +77,36 @@ class Encoder:
         """Make calls in the threads, and raise what the first that failed raised, when all have ended."""
         futures, errors = list[Future[object]](), list[BaseException]()
         try:
-            futures.extend(self._pool.submit(call) for call in calls)
+            futures.extend(self._submit(call) for call in calls)
         except RuntimeError as e:  # no more threads: what was submitted still ends before this does
             errors.append(e)
         errors += [error for f in futures if (error := f.exception()) is not None]
         if errors:
             raise errors[0]
+
+    def _submit(self, call: Callable[[], object]) -> Future[object]:
+        """Have a thread make a call. If this raises, the call has ended or is never made.
+
+        The pool queues a call before it starts a thread for it: where none can be started, one that is there already
+        would make the call all the same, while nobody waits for it.
+        """
+        future = Future[object]()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call())
+            except BaseException as e:  # of a thread: raised where the result is asked for
+                future.set_exception(e)
+
+        try:
+            self._pool.submit(run)
+        except BaseException:
+            if not future.cancel():
+                future.exception()
+            raise
+        return future
 
     def close(self) -> None:
         """Let the threads go."""

@@ -276,7 +276,7 @@ class Writer:
     def _do(self, change: Callable[[], _T]) -> _T:
         """Make a change in the writer's thread and wait for its end, after an interrupt as well."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hsformat-writer")
+            self._thread = self._start()
         self._interrupted = True
         try:
             result = self._thread.submit(change).result()
@@ -285,6 +285,24 @@ class Writer:
             raise
         self._interrupted = False
         return result
+
+    def _start(self) -> ThreadPoolExecutor:
+        """Start the writer's thread before it is given anything: a pool keeps what it cannot begin for later."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="hsformat-writer")
+        try:
+            pool.submit(int).result()
+        except RuntimeError as e:
+            raise StoreError(
+                problem(
+                    "HS506",
+                    where=self.path,
+                    severity=Severity.ERROR,
+                    got=f"{e}; nothing was taken",
+                    expected="a thread of this process, which writes",
+                    fix="allow the process more threads and append again: the writer is still open",
+                )
+            ) from e
+        return pool
 
     def _stop(self) -> None:
         if self._thread is not None:

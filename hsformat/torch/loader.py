@@ -97,11 +97,9 @@ class RecordLoader:
             drop_last=drop_last,
             world_size=world_size,
         )
+        _require(0, rank=rank, epoch=epoch, workers=workers, prefetch_bytes=prefetch_bytes)
         prefetch = 2 * workers if prefetch is None else prefetch
-        least = {"rank": (0, rank), "epoch": (0, epoch), "workers": (0, workers), "prefetch_bytes": (0, prefetch_bytes)}
-        for name, (bound, value) in (least | {"prefetch": (min(1, workers), prefetch)}).items():
-            if value < bound:
-                raise ValueError(f"{name} is {value}, and must be at least {bound}")
+        _require(min(1, workers), prefetch=prefetch)
         if rank >= world_size:
             raise ValueError(f"rank is {rank}, and must be below world_size, {world_size}")
         if worker_type not in get_args(WorkerType):
@@ -237,3 +235,9 @@ class RecordLoader:
     def _digest(self, planned: Plan) -> str:
         ids = json.dumps(self.dataset.ids).encode()
         return checksum(b"".join((ids, planned.order.tobytes(), planned.ends.tobytes())))
+
+
+def _require(least: int, **values: object) -> None:
+    for name, value in values.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is {value!r}, and must be an integer of at least {least}")

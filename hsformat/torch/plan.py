@@ -75,8 +75,8 @@ class Batching:
             raise ValueError("give batch_size or max_tokens, one of them")
         for name, least in {"batch_size": 1, "max_tokens": 1, "buffer": 1, "seed": 0, "world_size": 1}.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}, and must be at least {least}")
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name} is {value!r}, and must be an integer of at least {least}")
         if self.shuffle not in (None, *get_args(Shuffle)):
             raise ValueError(f"shuffle is {self.shuffle!r}, and must be one of {[None, *get_args(Shuffle)]}")
 

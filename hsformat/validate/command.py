@@ -70,7 +70,7 @@ def validate(
     elif format is Format.JSON:
         typer.echo(json.dumps({**report.to_dict(), "exit_code": code}, indent=2, ensure_ascii=False))
     else:
-        _print_text(report)
+        _print_text(report, code)
     raise typer.Exit(code)
 
 
@@ -97,7 +97,7 @@ def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _print_text(report: Report) -> None:
+def _print_text(report: Report, code: int) -> None:
     order = list(Severity)
     problems = sorted(report.problems, key=lambda p: order.index(p.severity))
     for p in problems[:SHOWN]:
@@ -105,7 +105,7 @@ def _print_text(report: Report) -> None:
     if len(problems) > SHOWN:
         typer.echo(f"... and {len(problems) - SHOWN:,} more; --format json shows all")
     counts = ", ".join(f"{(n := report.count(s)):,} {s.value}{'' if n == 1 else 's'}" for s in order)
-    if exit_code(problems) == ExitCode.UNABLE:
+    if code == ExitCode.UNABLE:
         typer.echo(f"{report.store}: could not be validated: {counts}")
         return
     verdict = "invalid" if report.count(Severity.ERROR) else "valid"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
 from factories import tiny_contract, tiny_record
+from pydantic import ValidationError
 
 from hsformat.checks import check_record, token_range_problem
 from hsformat.dtypes import numpy_dtype
 from hsformat.problems import InvalidRecord, Problem, Severity
 from hsformat.record import Generation, Provenance, Record
-from hsformat.scan import to_stored
+from hsformat.scan import BLOCK_BYTES, to_stored
 
 C = tiny_contract()
 
@@ -128,6 +130,18 @@ def test_scan_in_blocks_finds_the_same(monkeypatch):
     assert "2 such value(s)" in whole[0].got
 
 
+def test_the_memory_of_a_scan_does_not_grow_with_the_record():  # speculators PR#615: in chunks
+    """64 MB of states, and at most a few blocks beside them."""
+    h = np.ones((4096, 8192), ml_dtypes.bfloat16)
+    c = tiny_contract(target={"hidden_size": 8192})
+    record = tiny_record(c, tokens=4096, hidden=dict.fromkeys(c.keys, h))  # the same array, so that it is there once
+    tracemalloc.start()
+    assert check(record, c) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * BLOCK_BYTES < h.nbytes
+
+
 def test_all_zero_states_of_unwritten_slots():  # vllm PR#46301, speculators#613
     h = np.ones((1000, 8), np.float32)
     h[:10] = 0
@@ -137,6 +151,8 @@ def test_all_zero_states_of_unwritten_slots():  # vllm PR#46301, speculators#613
     h[10] = 0
     (error,) = check(tiny_record(C, tokens=1000, hidden={"d1": h}))
     assert (error.code, error.severity) == ("HS202", Severity.ERROR)
+    (error,) = check(tiny_record(C, tokens=1000, hidden={"d3": h * 0}))  # one slot of four, all of it
+    assert (error.code, error.severity, error.where) == ("HS202", Severity.ERROR, "record 'r0': hidden['d3']")
 
 
 def test_zero_rows_of_the_embedding_are_a_note_unless_all_are():
@@ -218,6 +234,15 @@ def test_bfloat16_target_overflows_float16():  # elk#208
 def test_float8_without_scales():  # vllm PR#39160
     h = np.ones((7, 8), ml_dtypes.float8_e4m3fn)
     assert codes(tiny_record(C, hidden={"d2": h})) == ["HS207"]
+
+
+def test_a_quantised_cache_says_nothing_of_the_states():  # vllm PR#39160: the capture took the cache's dtype
+    """What the target's weights and cache are is one fact, the dtype of each capture another."""
+    c = tiny_contract(target={"quantization": "fp8"})
+    assert {capture.dtype for capture in c.captures} == {"bfloat16"}
+    assert check(tiny_record(c), c) == []
+    with pytest.raises(ValidationError, match="float8"):
+        tiny_contract(captures=[{"depth": 2, "norm": "none", "dtype": "float8_e4m3fn"}])
 
 
 @pytest.mark.parametrize("hidden", [None, [np.ones((7, 8))], np.ones((4, 7, 8))])

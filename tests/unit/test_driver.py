@@ -124,7 +124,7 @@ def test_one_nan_record_is_quarantined_and_99_are_committed(out):  # SpecForge#1
     assert (report.written, dict(report.quarantined), report.exit_code) == (99, {"HS201": 1}, 1)
     (line,) = [json.loads(x) for x in report.quarantine_path.read_text().splitlines()]
     assert line["id"] == "s17"
-    assert "token 2" in line["problems"][0]["where"]
+    assert "hidden['d2'] token 2" in line["problems"][0]["where"]
     report = run(Fake(), map(sample, range(100)), out)  # the next run tries it again
     assert (report.written, report.skipped, report.quarantine_path) == (1, 99, None)
 

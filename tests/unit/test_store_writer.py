@@ -236,14 +236,21 @@ def test_a_disk_that_fills_up_while_chunks_are_written(
     assert (store.ids, store.problems) == (["r0"], [])
 
 
+@pytest.mark.parametrize("late", [0.0, 0.2])
 @pytest.mark.parametrize("started", [0, 1])
-def test_a_process_without_threads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int) -> None:
-    """While chunks are handed over, or at the commit: an error with its code, and no waiting for ever."""
+def test_a_process_without_threads_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int, late: float
+) -> None:
+    """While chunks are handed over, or at the commit: an error with its code, and no waiting for ever.
+
+    Where a thread is there already, it may have done the work by the time that no second one can be started.
+    """
     out = hs.create(tmp_path / "s", CONTRACT, chunk_tokens=2, threads=2)
     real, count = threading.Thread.start, iter(range(10_000))
 
     def start(self: threading.Thread) -> None:
         if "encode" in self.name and next(count) >= started:
+            time.sleep(late)
             raise RuntimeError("can't start new thread")
         real(self)
 
@@ -253,6 +260,25 @@ def test_a_process_without_threads_is_told(tmp_path: Path, monkeypatch: pytest.M
             write_block(out, RECORDS)
     assert e.value.problems[0].code == "HS506"
     assert hs.open(tmp_path / "s").ids == []
+
+
+def test_a_record_is_not_taken_later_by_a_thread_that_could_not_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if "hsformat-writer" in self.name:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with hs.create(tmp_path / "s", CONTRACT) as out:
+        with monkeypatch.context() as m:
+            m.setattr(threading.Thread, "start", start)
+            assert code_of(lambda: out.append(RECORDS[0])) == "HS506"
+        assert not out.ids
+        out.append(RECORDS[0])
+    assert hs.open(tmp_path / "s").ids == ["r0"]
 
 
 def test_a_forked_process_cannot_write_for_its_parent(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def test_command_line_and_formats(store, model, tmp_path):
         return result.exit_code, result.output
 
     assert run(store, "--target", model)[0] == 0
-    assert run(store, "--target", tmp_path / "absent")[0] == 2
+    code, out = run(store, "--target", tmp_path / "absent")
+    assert code == 2
+    assert "could not be validated: 1 error" in out
     edit_weights(model, "model.embed_tokens.weight")
     code, out = run(store, "--target", model, "--format", "json")
     assert (code, json.loads(out)["exit_code"]) == (1, 1)
