@@ -64,13 +64,12 @@ def test_a_tiny_draft_learns_by_heart(data: Path, tmp_path: Path, capsys: pytest
     assert all(0 <= line["loader_wait"] < 1 for line in lines if line["kind"] == "step")
 
 
-GOLDEN = ()
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_loss_curve_is_the_known_one(data: Path, tmp_path: Path, optimizer: str) -> None:
-    """Float32 sums differ between processors and versions of torch in their last bits, about 1e-6 of the loss, which a few steps
-    amplify; a row more or less in the loss, or a shift of one, changes it by more than 1e-2."""
+    """Within 1e-3: sums in float32 differ between processors and versions of torch by some 1e-6, which steps amplify.
+
+    A row more or less in the loss, or a shift of one, changes it by more than 1e-2.
+    """
     run(data, tmp_path, optimizer=optimizer, max_steps=8)
     got = [line["loss"] for line in read_journal(tmp_path) if line["kind"] == "step"]
     golden = json.loads((Path(__file__).parent / "golden_loss.json").read_text())

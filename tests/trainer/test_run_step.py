@@ -1,4 +1,4 @@
-"""One step: two batches of accumulation, or two processes, give the loss and the gradient of one batch twice as large."""
+"""One step: two batches of accumulation, or two processes, give loss and gradient of one batch twice as large."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_training import STEPS, tiny_admitted, tiny_config, write_data
+from tiny_training import tiny_admitted, tiny_config, write_data
 from training_processes import ended, start_ranks
 
-from hsformat.problems import InvalidRecord
 from hsformat.torch import Packed, RecordDataset, pack
 from hsformat_trainer.parts import Parts, build
 from hsformat_trainer.processes import Processes
@@ -74,7 +73,7 @@ def assert_same_weights(got: dict[str, torch.Tensor], wanted: dict[str, torch.Te
 
 
 SGD_LIKE = {"lr": 1e-3, "clip": 0.01}
-"""Adam's first step is the sign of the gradient, which hides its size; clipping shows it in the norm that is compared."""
+"""Adam's first step is the sign of the gradient, which hides its size: the norm before clipping is compared, too."""
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -104,7 +103,7 @@ def rank_step(folder: Path, rows: Sequence[Sequence[Sequence[int]]], out: Path, 
 
 
 def read_numbers(out: Path) -> list[Numbers]:
-    return eval((out / "numbers.txt").read_text(), {"Numbers": Numbers, "nan": float("nan")})  # noqa: S307 - our own repr
+    return eval((out / "numbers.txt").read_text(), {"Numbers": Numbers, "nan": float("nan")})
 
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

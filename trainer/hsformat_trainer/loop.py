@@ -16,7 +16,6 @@ from typing import Any
 
 from hsformat.problems import HsError, Problem, problem
 from hsformat.torch import Packed
-
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.checkpoint import best_of, clear_unfinished, latest, prune, read_state, write_checkpoint
 from hsformat_trainer.config import TrainConfig
