@@ -86,6 +86,16 @@ def test_another_size_is_another_map(tmp_path, size):  # SpecForge PR#602: a map
     assert bool((np.diff(vocabulary.target_ids) > 0).all())
 
 
+def test_what_ends_a_text_is_inside_before_other_special_ids(tmp_path):
+    special = range(10, 40)
+    config = make_config(tmp_path, draft_vocab_size=3, held_out="none")
+    target = make_target(tmp_path / "target", eos=(77,), special=special)
+    make_store(tmp_path / "data.hs.zarr", contract_of(target), count=2)
+    admitted = admit(config)
+    assert admitted.special_ids == (77, *special)
+    assert vocabulary_for(config, admitted).target_ids.tolist() == [10, 11, 77]
+
+
 def test_equally_frequent_ids_are_chosen_alike_everywhere():
     vocabulary = make_vocabulary(np.ones(10), 4, always=(9,))
     assert vocabulary.target_ids.tolist() == [0, 1, 2, 9]
