@@ -1,14 +1,14 @@
 """Speed of a training step beside its matrix products alone: python benchmarks/trainer_speed.py [--target FOLDER] .
 
 A draft of SmolLM2-135M's sizes (hidden 576, vocabulary 49,152), K = 3 steps, AdamW, batches of 512 tokens in records of
-134 (the mean of shared chats: 41 of a prompt, 93 of an answer) and random states; with ``--target`` (the folder that
-examples/make_demo_target.py makes) the real embedding, norm and head. Cases are interleaved, each in this process, and the
-median is printed; the peak of memory is that of a process of its own a case.
+134 (41 of a prompt, 93 of an answer: the mean of the data in docs/benchmarks.md) and random states; with ``--target``
+(the folder that examples/make_demo_target.py makes) the real embedding, norm and head. Cases are interleaved in one
+process, and the median is printed; the peak of memory is that of a process of its own a case.
 
-Cases: ``step``: forward, backward and AdamW with the records' own masks. ``all supervised``: the same with one record whose
-every token is supervised, so that no row is left out. ``floor``: the matrix products of ``all supervised`` alone, from
-buffers, in float32 and in bfloat16, whichever is faster here; a full-vocabulary product for the targets, and
-the draft's vocabulary a step. ``--fp32`` leaves autocast out.
+Cases: ``step``: forward, backward and AdamW with the records' own masks. ``all supervised``: the same with one record
+whose every token is supervised, so that no row is left out. ``floor``: the matrix products of ``all supervised`` alone,
+from buffers, in bfloat16 or in float32, whichever is faster here; one product with the target's whole vocabulary, and
+one with the draft's a step. All count all 512 tokens. ``--fp32`` leaves autocast out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from hsformat.torch import TensorRecord, pack
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.draft import Draft
 from hsformat_trainer.draft_spec import DraftSpec
-from hsformat_trainer.objective import ttt_loss
+from hsformat_trainer.objective import CHUNK_ELEMENTS, ttt_loss
+from hsformat_trainer.precision import head_product
 from hsformat_trainer.target_head import TargetHead
 from hsformat_trainer.vocabulary import DraftVocabulary
 
@@ -49,7 +50,7 @@ Case = Callable[[], None]
 
 def target_of(folder: Path | None) -> TargetHead:
     if folder is not None:
-        return TargetHead.load(folder, describe(folder), dtype=torch.float32, device="cpu")
+        return TargetHead.load(folder, describe(folder), dtype=None, device="cpu")
     facts = {
         "name": "random", "revision": None, "architecture": "LlamaForCausalLM", "num_layers": 30,
         "hidden_size": HIDDEN, "vocab_size": VOCAB, "dtype": "bfloat16", "quantization": None,
@@ -117,7 +118,7 @@ def floor_of(tokens: int, vocab: int, *, train_head: bool, dtype: torch.dtype) -
 
     shapes = [(2 * HIDDEN, 9 * 64), (2 * HIDDEN, 3 * 64), (2 * HIDDEN, 3 * 64), (9 * 64, HIDDEN)]
     shapes = [*shapes, (HIDDEN, 1536), (HIDDEN, 1536), (1536, HIDDEN)] * STEPS + [(len(AUX) * HIDDEN, HIDDEN)]
-    chunk = max(16, 2**22 // VOCAB)
+    chunk = max(64, CHUNK_ELEMENTS // vocab)
     products = [
         (some(tokens, i), some(o, i), some(tokens, o), o == HIDDEN and i == len(AUX) * HIDDEN) for i, o in shapes
     ]
@@ -131,9 +132,9 @@ def floor_of(tokens: int, vocab: int, *, train_head: bool, dtype: torch.dtype) -
             if not first:
                 g @ w
         for _ in range(0, tokens, chunk):
-            hidden @ full.T
+            head_product(hidden, full)
             for _ in range(STEPS):
-                hidden @ head.T
+                head_product(hidden, head)
                 logits @ head
                 if train_head:
                     logits.T @ hidden
