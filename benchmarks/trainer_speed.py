@@ -155,7 +155,7 @@ def cases_of(args: argparse.Namespace) -> dict[str, Case]:
 
 
 def _product_time(dtype: torch.dtype) -> float:
-    """Return the CPU seconds of a small product: bfloat16 is much slower than float32 where there are no instructions."""
+    """Return the CPU seconds of a small product: bfloat16 without instructions for it is the slower one."""
     a, b = torch.randn(32, HIDDEN).to(dtype), torch.randn(1024, HIDDEN).to(dtype)
     return min(_timed(lambda: a @ b.T)[1] for _ in range(5))
 

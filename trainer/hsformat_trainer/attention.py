@@ -70,8 +70,8 @@ def attend(
     visible
         Which keys of step 0 each row sees.
     """
-    if not len(query_nQD):
-        return query_nQD
+    if not len(query_nQD):  # still a function of all three, so that their weights have gradients in every process
+        return query_nQD + 0 * (key_NAD.sum() + value_NAD.sum())
     kept = query_nQD.dtype
     work = torch.float32 if query_nQD.device.type == "cpu" and kept in (torch.bfloat16, torch.float16) else kept
     q, k, v = (x.to(work) for x in (query_nQD, key_NAD, value_NAD))
@@ -158,8 +158,8 @@ class _Attend(torch.autograd.Function):
 
 
 def _by_key_head(x_nQD: torch.Tensor, heads: int) -> torch.Tensor:
-    n, _, width = x_nQD.shape
-    return x_nQD.reshape(n, heads, -1, width).permute(1, 2, 0, 3).contiguous()
+    n, queries, width = x_nQD.shape
+    return x_nQD.reshape(n, heads, queries // heads, width).permute(1, 2, 0, 3).contiguous()
 
 
 def _weights(

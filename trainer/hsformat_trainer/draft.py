@@ -64,8 +64,8 @@ class _Attention(nn.Module):
         self._head_dim = spec.head_dim
 
     def heads(self, projection: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = projection(x).reshape(len(x), -1, self._head_dim)
-        return out
+        out: torch.Tensor = projection(x)
+        return out.reshape(len(x), projection.out_features // self._head_dim, self._head_dim)
 
 
 class _Mlp(nn.Module):
