@@ -20,10 +20,10 @@ KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 class Rotary(nn.Module):
     """Cosines and sines of positions.
 
-    The frequencies are those that Transformers computes for a Llama model of the draft's config, of ``dynamic`` those up
-    to ``max_position_embeddings``, which are not scaled. vLLM 0.32.0's table is the same (without
-    ``max_trained_positions``); that of SGLang 0.5.23 is scaled by the factor at every position (both read in their source,
-    not run): a draft with ``dynamic`` is served differently there.
+    The frequencies are those that Transformers computes for a Llama model of the draft's config, of ``dynamic`` those
+    up to ``max_position_embeddings``, which are not scaled. vLLM 0.32.0's table is the same (without
+    ``max_trained_positions``); that of SGLang 0.5.23 is scaled by the factor at every position (both read in their
+    source, not run): a draft with ``dynamic`` is served differently there.
 
     Raises
     ------
