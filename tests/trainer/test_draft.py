@@ -181,6 +181,6 @@ def test_two_layers_train_without_nan():
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert all(map(torch.isfinite, map(torch.tensor, losses)))
     assert losses[-1] < 0.5 * losses[0]

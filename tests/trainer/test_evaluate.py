@@ -171,7 +171,7 @@ def test_who_wrote_a_record_decides_what_is_exact():
 
 
 def test_interval_over_records():
-    """Records that differ give a wide interval, equal ones none; the seed decides it, and shares of processes add up."""
+    """Records that differ give a wide interval, equal ones none; shares of processes add up."""
     packed, target = mixed_pack(), random_target()
     draft = random_draft(target)
     scores = evaluate_records(draft, target, [packed], layout=LAYOUT, steps=2, generations={})

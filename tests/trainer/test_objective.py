@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.plain_draft import PlainDraft
-from trainer.tiny_drafts import AUX, DEPTH, VOCAB, mixed_pack, random_draft, random_target
+from trainer.tiny_drafts import AUX, DEPTH, VOCAB, mixed_pack, random_draft, random_target, record_of
 
 from hsformat.align import step_view, supervised
+from hsformat.torch import pack
+from hsformat_trainer import attention, objective
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.objective import ttt_loss
 
@@ -92,3 +95,37 @@ def test_loss_and_gradients_equal_a_dense_reference(case):
     for (n, _), a, b in zip(trained, got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, n=n: f"{n}: {m}")
         assert b.abs().max() > 0, n
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of everything that torch computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(t.shape) for t in (out if isinstance(out, tuple | list) else [out]) if hasattr(t, "shape")}
+        return out
+
+
+@pytest.mark.parametrize("train_head", [True, False])
+def test_memory_grows_neither_with_rows_by_vocabulary_nor_with_rows_by_rows(train_head, monkeypatch):
+    """In the forward and the backward pass: no logits of more rows than a chunk, no scores of more than a block."""
+    monkeypatch.setattr(objective, "CHUNK_ELEMENTS", 1)  # 64 states
+    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 1)  # 16 queries
+    target = random_target()
+    draft = random_draft(target, target_ids=SOME_IDS, train_head=train_head)
+    batch = TrainBatch.from_packed(
+        pack([record_of("r", [0] + [1] * 299)]), aux=AUX, last=f"d{DEPTH}", steps=4, rule="serving"
+    )
+    with Shapes() as shapes:
+        ttt_loss(draft, target, batch, steps=4, decay=0.8, loss="lk").loss.backward()
+    vocabularies = {len(SOME_IDS), VOCAB - len(SOME_IDS), VOCAB}
+    logits = {s for s in shapes.seen if len(s) == 2 and s[1] in vocabularies}
+    assert (64, len(SOME_IDS)) in logits
+    assert max(s[0] for s in logits) == 64
+    scores = {s for s in shapes.seen if len(s) == 4 and s[-1] > 100}
+    assert scores
+    assert max(s[2] for s in scores) == 16

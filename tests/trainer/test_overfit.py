@@ -19,7 +19,7 @@ STEPS = 3
 
 
 def on_policy(target, name, seed):
-    """Return a record whose answer is the argmax at each state: 2 tokens of a prompt, 1 of the answer, 2 rounds of 4."""
+    """Return a record whose answer is the argmax at each state: 2 of a prompt, 1 of the answer, 2 rounds of 4."""
     record = record_of(name, [0] * 2 + [1] * 9, seed=seed, dtype=torch.float32)
     said = target.logits(record.hidden[f"d{DEPTH}"], normed=False).argmax(-1)
     record.input_ids[2:] = said[1:-1]

@@ -73,7 +73,7 @@ def test_killed_and_resumed(data: Path, whole: Path, tmp_path: Path) -> None:
     assert ended(run) == -signal.SIGKILL
     kept = latest(tmp_path)
     assert kept is not None
-    assert 9 <= step_of(kept) < TOTAL
+    assert 6 <= step_of(kept) < TOTAL
     assert ended(start_run(data, options, resume=True)) == 0
     assert_same_run(tmp_path, whole)
 

@@ -9,6 +9,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from tiny_models import HIDDEN, LAYERS, VOCAB, save_tiny
 
+from hsformat.dtypes import BFLOAT16
 from hsformat.problems import ForeignFileError
 from hsformat_trainer.target_head import TargetHead
 
@@ -21,6 +22,7 @@ def load(tiny, dtype=torch.float32, **facts):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "granite", "cohere", "gpt2"])
 def test_logits_and_depth_0_equal_transformers(family, tmp_path):
+    """TorchSpec#169: the head was applied to states without the final norm; both kinds are told apart here."""
     tiny = save_tiny(family, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = torch.randint(0, VOCAB, (1, 7))
@@ -43,7 +45,6 @@ def test_logits_and_depth_0_equal_transformers(family, tmp_path):
 
 
 def test_rows_that_pad_the_vocabulary_never_win(tmp_path):
-    """SpecForge PR#492 and others: a row that no token has is no answer."""
     tiny = save_tiny("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     last = np.random.default_rng(0).standard_normal((1, HIDDEN)).astype(np.float32)
@@ -77,7 +78,7 @@ def test_split_head_gives_the_same_logits(capped, tmp_path):
 
 
 def test_final_norm_that_is_not_found_is_an_error_never_ones(tmp_path):
-    """speculators PR#1038: a final norm that was not found was taken as ones; Model-Optimizer PR#1846: unknown norms."""
+    """speculators PR#1038, Model-Optimizer PR#1846: no norm was applied where none was found, without a word."""
     tiny = save_tiny("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.another_norm.weight"] = tensors.pop("model.norm.weight")
@@ -103,9 +104,7 @@ def test_folder_of_another_model_is_refused(tmp_path):
 def test_dtype_is_that_of_the_folder_unless_another_is_asked_for(tmp_path):
     tiny = save_tiny("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    import ml_dtypes  # registers bfloat16 with NumPy
-
-    save_file({k: v.astype(ml_dtypes.bfloat16) for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    save_file({k: v.astype(BFLOAT16) for k, v in tensors.items()}, tmp_path / "model.safetensors")
     stored, wide = load(tiny, dtype=None), load(tiny)
     assert (stored.embed_weight.dtype, wide.embed_weight.dtype) == (torch.bfloat16, torch.float32)
     last = torch.randn(3, HIDDEN)

@@ -15,13 +15,12 @@ Both over the draft's vocabulary, p renormalised over it. Shapes: C rows of a ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-__all__ = ["LK_DECAY", "LossName", "TargetRows", "row_losses"]
+from hsformat_trainer.config import LossName
 
-LossName = Literal["kl", "ce", "reverse_kl", "lk"]
+__all__ = ["LK_DECAY", "LossName", "TargetRows", "row_losses"]
 
 LK_DECAY = 3.0
 """Eta of the LK hybrid: its authors' value for a trained-from-scratch draft, and the default of other trainers."""

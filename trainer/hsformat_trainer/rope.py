@@ -20,9 +20,10 @@ KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 class Rotary(nn.Module):
     """Cosines and sines of positions.
 
-    The frequencies are those that Transformers computes for a Llama model of the draft's config. ``dynamic`` scales by
-    the length once it exceeds ``max_position_embeddings``; training knows the lengths of records and not of what is
-    served, so that it takes the frequencies of that length or less, as the engines' tables do.
+    The frequencies are those that Transformers computes for a Llama model of the draft's config, of ``dynamic`` those
+    up to ``max_position_embeddings``, which are not scaled. vLLM 0.32.0's table is the same (without
+    ``max_trained_positions``); that of SGLang 0.5.23 is scaled by the factor at every position (both read in their
+    source, not run): a draft with ``dynamic`` is served differently there.
 
     Raises
     ------
