@@ -9,7 +9,6 @@ from hsformat.engines.options import BIASES
 from hsformat.engines.rows import CaptureRow, DraftRow, OptionRule
 from hsformat.engines.table import ENGINES, Engine
 from hsformat.engines.words import depths_text, rule_text, versions_text
-from hsformat.models import Frozen
 
 __all__ = ["engine_rows", "engines_document"]
 
@@ -29,11 +28,8 @@ next step after the final norm. A guide with examples: [guides/serving.md](guide
 
 
 def engine_rows(engine: Engine) -> list[dict[str, Any]]:
-    """Return all that is known of an engine as JSON-able rows: captures, drafts, refusals, what cannot be run."""
-    kinds: tuple[tuple[str, tuple[Frozen, ...]], ...] = (
-        ("captures", engine.captures), ("draft", engine.drafts), ("unsupported", engine.unsupported),
-        ("not_run", engine.not_run),
-    )  # fmt: skip
+    """Return all that is known of an engine as JSON-able rows: captures, drafts and what is refused."""
+    kinds = (("captures", engine.captures), ("draft", engine.drafts), ("unsupported", engine.unsupported))
     return [{"kind": kind, **row.model_dump(mode="json")} for kind, rows in kinds for row in rows]
 
 

@@ -54,7 +54,7 @@ def _read(architectures: tuple[str, ...], versions: tuple[str, ...], source: str
     return CaptureRow.model_validate({**dict(_LLAMA), **known, **facts})
 
 
-_PROBED = ("Qwen3ForCausalLM",)
+_PROBED = ("MistralForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Further targets that ran in 0.5.23: the profiles in tests/data/profiles."""
 
 _FURTHER = {
