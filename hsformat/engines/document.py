@@ -45,9 +45,9 @@ def engines_document() -> str:
         if engine.unsupported:
             lines += ["", "Refused (HS410):", ""]
             lines += _table(
-                ("versions", "target", "reason", "source"),
+                ("versions", "target", "reason", "known", "source"),
                 (
-                    (versions_text(engine.name, r.versions), _join(r.architectures), r.reason, r.source)
+                    (versions_text(engine.name, r.versions), _join(r.architectures), r.reason, r.evidence, r.source)
                     for r in engine.unsupported
                 ),
             )

@@ -103,12 +103,28 @@ CAPTURES = (
     _read(_BEFORE_EACH, _DSA, _LATE, "models/deepseek_v32/nvidia/model.py, amd/model.py: none after the last layer"),
 )  # fmt: skip
 
+_NO_INTERFACE = "the engine refuses to start: the model has no EAGLE-3 interface"
+
 UNSUPPORTED = (
     Unsupported(
-        architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        reason="the model has no EAGLE-3 interface, and the engine refuses to start",
+        architectures=("Gemma3ForCausalLM",),
+        reason=_NO_INTERFACE,
+        versions=("0.32.0",),
+        source='on a CPU: "Model does not support EAGLE3 interface but aux_hidden_state_outputs was requested"',
+        evidence="ran",
+    ),
+    Unsupported(
+        architectures=("Gemma3ForCausalLM",),
+        reason=_NO_INTERFACE,
+        versions=("0.24.0", "0.33.0"),
+        source="model_executor/models/gemma3.py: no SupportsEagle3",
+        evidence="read",
+    ),
+    Unsupported(
+        architectures=("Gemma2ForCausalLM", "Gemma3ForConditionalGeneration"),
+        reason=_NO_INTERFACE,
         versions=_READ,
-        source="model_executor/models/gemma2.py, gemma3.py, gemma3_mm.py: no SupportsEagle3",
+        source="model_executor/models/gemma2.py, gemma3_mm.py: no SupportsEagle3",
         evidence="read",
     ),
     Unsupported(
