@@ -160,9 +160,11 @@ def _aux_fix(served: Layout, absent: Sequence[str]) -> str:
             f"the data lacks {keys_text(absent)}: extract again with depths {_depths(served)}, or feed the draft the "
             "captures that the data was extracted for"
         )
+    selected = f"--aux {','.join(served.aux)}" + ("" if served.last is None else f" --last {served.last}")
     return (
-        f"all of them are stored: read them in this order, captures={list(served.aux)!r}, and compare with a contract "
-        f"whose layout is Layout(aux={served.aux!r}, last={served.last!r}); or change the draft"
+        f"all of them are stored: hsformat train selects them by {selected}; elsewhere read captures="
+        f"{list(served.aux)!r} in this order, and compare with a contract whose layout is Layout(aux={served.aux!r}, "
+        f"last={served.last!r}); or change the draft"
     )
 
 

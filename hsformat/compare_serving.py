@@ -146,9 +146,10 @@ def _selection(contract: Contract, fed: Sequence[str], absent: Sequence[str]) ->
     if last is None:
         n = contract.target.num_layers
         last = next((key for key in (f"d{n}", f"d{n}n") if key in contract.keys), None)
+    selected = f"--aux {','.join(fed)}" + ("" if last is None else f" --last {last}")
     return (
-        f"all of them are stored: train with Layout(aux={tuple(fed)!r}, last={last!r}), which reads "
-        f"captures={list(fed)!r} in this order; or change the layers that the draft's config names"
+        f"all of them are stored: train with {selected} (in Python: Layout(aux={tuple(fed)!r}, last={last!r})), which "
+        "reads them in this order; or change the layers that the draft's config names"
     )
 
 

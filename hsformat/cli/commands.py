@@ -1,4 +1,4 @@
-"""The commands of ``hsformat``. Thin: each parses its options and calls the library.
+"""The commands of ``hsformat``, its own and those of plugins. Thin: each parses its options and calls the library.
 
 Exit codes: 0 clean (notes and warnings allowed), 1 a problem of severity error, 2 could not do the job; 128 + n after
 signal n. Bad input is a problem with a code, never a traceback.
@@ -18,6 +18,7 @@ from hsformat.cli.gc import gc
 from hsformat.cli.info import info
 from hsformat.cli.layout import layout
 from hsformat.cli.merge import merge
+from hsformat.cli.plugins import is_broken, plugin_commands
 from hsformat.cli.probe import probe
 from hsformat.cli.repair import repair
 from hsformat.validate.command import validate
@@ -32,10 +33,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (extract, estimate, validate, info, layout, merge, repair, gc, explain):
+_OWN = (extract, estimate, validate, info, layout, merge, repair, gc, explain)
+for command in _OWN:
     app.command()(command)
 engines_app.command()(probe)
 app.add_typer(engines_app, name="engines")
+_ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
+for name, command in plugin_commands({"engines", *(c.__name__ for c in _OWN)}):
+    # The message of a command that cannot be loaded comes whatever options it is given.
+    app.command(name, context_settings=_ANY if is_broken(command) else None)(command)
 
 
 def _version(shown: bool) -> None:  # noqa: FBT001 - typer's interface

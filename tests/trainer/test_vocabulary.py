@@ -1,0 +1,91 @@
+"""The draft's vocabulary, counted from ids and masks alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from runs import contract_of, make_config, make_run, make_store, make_target
+
+from hsformat.engines.vocabulary import check_map
+from hsformat.problems import ContractMismatch
+from hsformat.store import Store
+from hsformat.testing import tiny_record
+from hsformat_trainer.gate import admit
+from hsformat_trainer.vocabulary import make_vocabulary, vocabulary_for
+
+
+def supervised(contract, id, ids, first, seed=0):
+    """Return a record of these tokens, supervised from one on."""
+    mask = np.zeros(len(ids), np.uint8)
+    mask[first:] = 1
+    return tiny_record(contract, id, tokens=len(ids), seed=seed, input_ids=np.array(ids, np.int32), loss_mask=mask)
+
+
+def test_the_most_frequent_supervised_ids_and_special_ones(tmp_path, monkeypatch):
+    target = make_target(tmp_path / "target", eos=(2,), special=(90, 7))
+    contract = contract_of(target)
+    records = [
+        supervised(contract, "a", [50, 50, 50, 50, 11, 11, 12], 4),  # 50 is the prompt's: not counted
+        supervised(contract, "b", [50, 50, 12, 12, 13], 2),
+        supervised(contract, "c", [50, 11, 13, 14, 14, 14], 1),
+    ]
+    make_store(tmp_path / "data.hs.zarr", contract, records=records)
+    admitted = admit(make_config(tmp_path, held_out="none", draft_vocab_size=6))
+    read = []
+    own = Store.read
+    monkeypatch.setattr(
+        Store, "read", lambda s, key, *, captures=None: read.append(captures) or own(s, key, captures=captures)
+    )
+    vocabulary = vocabulary_for(make_config(tmp_path, draft_vocab_size=6), admitted)
+    assert vocabulary.target_ids.tolist() == [2, 7, 11, 12, 14, 90]
+    assert [list(c) for c in read] == [[]] * 3  # never the states
+    assert vocabulary.d2t.dtype == np.int64
+    assert vocabulary.d2t.tolist() == [2, 6, 9, 9, 10, 85]  # offsets, not ids
+    assert vocabulary.t2d.dtype == np.bool_
+    assert np.flatnonzero(vocabulary.t2d).tolist() == [2, 7, 11, 12, 14, 90]
+    assert check_map(vocabulary.d2t, vocabulary.t2d, size=6, total=100, where="") == []
+    assert vocabulary.coverage == pytest.approx(9 / 11)  # 13 is outside
+
+
+def test_weights_count(tmp_path):
+    target = make_target(tmp_path / "target")
+    contract = contract_of(target)
+    for name, token in (("a", 30), ("b", 40)):
+        records = [supervised(contract, f"{name}{i}", [1, token, token, token], 1) for i in range(4)]
+        make_store(tmp_path / name, contract, records=records)
+    stores = [{"path": str(tmp_path / "a"), "weight": 0.5}, {"path": str(tmp_path / "b"), "weight": 2.0}]
+    config = make_config(tmp_path, stores=stores, held_out="none", draft_vocab_size=2)
+    vocabulary = vocabulary_for(config, admit(config))
+    assert vocabulary.target_ids.tolist() == [2, 40]
+    assert vocabulary.coverage == pytest.approx(0.8)
+
+
+def test_a_whole_vocabulary_has_no_map_even_beside_one(tmp_path):  # speculators PR#1081: a map was used unasked
+    config = make_run(tmp_path)
+    np.save(tmp_path / "data.hs.zarr" / "d2t.npy", np.zeros(10, np.int64))
+    admitted = admit(config)
+    assert vocabulary_for(config, admitted) is None
+    assert admitted.spec.draft_vocab_size == 100
+    assert admit(make_config(tmp_path, draft_vocab_size=32000)).spec.draft_vocab_size == 100  # no more than there are
+
+
+def test_fewer_ids_in_the_data_than_rows_of_the_head():  # SafeAILab/EAGLE#248, #222: 1746 ids beside a head of 32000
+    counts = np.zeros(50_000)
+    counts[:1746] = 1
+    with pytest.raises(ContractMismatch) as refused:
+        make_vocabulary(counts, 32_000, always=(49_999,))
+    (p,) = refused.value.problems
+    assert (p.code, "1747" in p.got, "32000" in p.expected) == ("HS408", True, True)
+
+
+@pytest.mark.parametrize("size", [16, 20])
+def test_another_size_is_another_map(tmp_path, size):  # SpecForge PR#602: a map of another size was used again
+    config = make_run(tmp_path, draft_vocab_size=size)
+    vocabulary = vocabulary_for(config, admit(config))
+    assert len(vocabulary.d2t) == size == vocabulary.t2d.sum()
+    assert bool((np.diff(vocabulary.target_ids) > 0).all())
+
+
+def test_equally_frequent_ids_are_chosen_alike_everywhere():
+    vocabulary = make_vocabulary(np.ones(10), 4, always=(9,))
+    assert vocabulary.target_ids.tolist() == [0, 1, 2, 9]

@@ -1,0 +1,247 @@
+"""Checkpoints: whole or not there, and nothing in them is ever executed.
+
+::
+
+    OUT/checkpoints/step-120/model.safetensors      the draft, under the names in which it is served, float32
+                             optimizer.safetensors  <optimizer>/<parameter>/<what> of every parameter
+                             rng.safetensors        torch's random states, by process
+                             state.json             step, configuration, what was admitted, schedule, loader, Python's and
+                                                    NumPy's random states, the evaluation at this step
+
+A checkpoint is written to a hidden folder beside it, flushed, and renamed: a kill at any time leaves the last whole one.
+One that is no longer kept is renamed before it is removed. Importing this module brings no torch, so that a
+command can look at a checkpoint before it loads any library.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+from hsformat.problems import ForeignFileError, Severity, StoreError, problem
+from hsformat.strict_json import parse_json
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "FORMAT",
+    "MODEL",
+    "OPTIMIZER",
+    "RNG",
+    "STATE",
+    "Score",
+    "best_of",
+    "checkpoints",
+    "clear_unfinished",
+    "folder_of",
+    "latest",
+    "prune",
+    "read_state",
+    "read_tensors",
+    "step_of",
+    "write_checkpoint",
+]
+
+Score = Callable[[Mapping[str, Any]], float | None]
+"""What a checkpoint is worth, from its state; the highest is the best, None has none."""
+
+FORMAT = 1
+"""Version of the folder; a reader refuses another."""
+
+MODEL, OPTIMIZER, RNG, STATE = "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
+
+_NAME = re.compile(r"step-(\d+)")
+_UNFINISHED = re.compile(r"\.step-\d+\.(new|old)")
+
+
+def folder_of(out: str | Path, step: int) -> Path:
+    """Return where the checkpoint of a step is, whether or not it exists."""
+    return Path(out) / "checkpoints" / f"step-{step}"
+
+
+def step_of(folder: str | Path) -> int:
+    """Return the step of a checkpoint by its name.
+
+    Raises
+    ------
+    ValueError
+        It has another name.
+    """
+    match = _NAME.fullmatch(Path(folder).name)
+    if match is None:
+        raise ValueError(f"a checkpoint is named step-N, not {Path(folder).name!r}")
+    return int(match[1])
+
+
+def checkpoints(out: str | Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first. Unfinished ones have other names and are none."""
+    folder = Path(out) / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
+
+
+def latest(out: str | Path) -> Path | None:
+    """Return the newest checkpoint of a run; None: it has none."""
+    return next(reversed(checkpoints(out)), None)
+
+
+def clear_unfinished(out: str | Path) -> None:
+    """Remove what a run that was killed left behind: parts of a checkpoint, or one that it was removing."""
+    folder = Path(out) / "checkpoints"
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def write_checkpoint(
+    out: str | Path, step: int, *, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, torch.Tensor]]
+) -> Path:
+    """Write a checkpoint and return its folder; one that is there already stays as it is.
+
+    Parameters
+    ----------
+    state
+        JSON-able; ``format`` and ``step`` are added.
+    tensors
+        File name to its tensors by name, contiguous and on the CPU.
+
+    Raises
+    ------
+    StoreError
+        HS506: it cannot be written, as to a full disk. What had been written of it is removed, and every earlier
+        checkpoint is as it was.
+    """
+    folder = folder_of(out, step)
+    if folder.is_dir():
+        return folder
+    new = folder.with_name(f".{folder.name}.new")
+    with _told(folder, new):
+        new.parent.mkdir(parents=True, exist_ok=True)
+        new.mkdir()
+        for name, content in tensors.items():
+            _flushed(new / name, lambda path, content=content: _save_tensors(path, content))
+        text = json.dumps({"format": FORMAT, "step": step, **state}, indent=1, allow_nan=False)
+        _flushed(new / STATE, lambda path: _save_text(path, text))
+        _sync(new)
+        new.rename(folder)
+        _sync(folder.parent)
+    return folder
+
+
+def prune(out: str | Path, *, keep: int, score: Score) -> None:
+    """Remove all checkpoints but the newest ``keep`` and the best.
+
+    Parameters
+    ----------
+    score
+        Of a checkpoint's state; the highest is the best, None has none.
+    """
+    best = best_of(out, score=score)
+    for path in checkpoints(out)[:-keep]:
+        if path != best:
+            old = path.with_name(f".{path.name}.old")
+            path.rename(old)  # so that no part of it is ever taken for a checkpoint
+            shutil.rmtree(old)
+
+
+def best_of(out: str | Path, *, score: Score) -> Path | None:
+    """Return the checkpoint of the highest score, the newest of equal ones; None: none has one."""
+    scores = [(score(read_state(path)), step_of(path), path) for path in checkpoints(out)]
+    return max(((s, step, path) for s, step, path in scores if s is not None), default=(0.0, 0, None))[2]
+
+
+def read_state(folder: str | Path) -> dict[str, Any]:
+    """Return what ``state.json`` of a checkpoint says.
+
+    Raises
+    ------
+    ForeignFileError
+        HS602: there is none, or it is no JSON object. HS603: it is of another version of the format.
+    """
+    path = Path(folder) / STATE
+    try:
+        state = parse_json(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        expected, fix = "a checkpoint of hsformat train", "name a folder OUT/checkpoints/step-N"
+        raise ForeignFileError([problem("HS602", where=str(path), got=e, expected=expected, fix=fix)]) from e
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        got = state.get("format") if isinstance(state, dict) else type(state).__name__
+        expected, fix = f"format {FORMAT}", "use the version of hsformat that wrote it"
+        raise ForeignFileError([problem("HS603", where=str(path), got=got, expected=expected, fix=fix)])
+    return state
+
+
+def read_tensors(folder: str | Path, name: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of one file of a checkpoint, on the CPU.
+
+    Raises
+    ------
+    ForeignFileError
+        HS602: it is missing or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(folder) / name
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as e:
+        expected, fix = "tensors of a checkpoint", "resume from an earlier checkpoint: remove this one"
+        raise ForeignFileError([problem("HS602", where=str(path), got=e, expected=expected, fix=fix)]) from e
+
+
+def _save_tensors(path: Path, content: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(content), path)
+
+
+def _save_text(path: Path, text: str) -> None:
+    path.write_text(text, "utf-8")
+
+
+def _flushed(path: Path, write: Callable[[Path], None]) -> None:
+    write(path)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _told(folder: Path, new: Path) -> Iterator[None]:
+    """Remove what is unfinished, and say what did not work and what still holds."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(new, ignore_errors=True)
+        earlier = [p.name for p in checkpoints(folder.parent.parent)]
+        kept = f"{earlier[-1]} is whole: resume from it with --resume" if earlier else "there is no earlier one"
+        full = getattr(e, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(e)
+        fix = "free space on this disk, or give another --out" if full else "see the error of the system"
+        expected = "a checkpoint that is written as a whole"
+        found = problem(
+            "HS506", where=str(folder), got=e, expected=expected, fix=f"{fix}; {kept}", severity=Severity.ERROR
+        )
+        raise StoreError([found]) from e
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise

@@ -1,0 +1,42 @@
+"""In which dtype matrix products are computed.
+
+Autocast to bfloat16 is for speed. A processor without instructions for it (x86 before AVX512-BF16 and AMX) computes
+such products 5 to 70 times slower than in float32 (docs/benchmarks.md), so that there they are computed in float32:
+exactly what was asked for, but for a rounding that is left out.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+
+import torch
+
+__all__ = ["product_dtype", "products"]
+
+
+@cache
+def _slow_bfloat16() -> bool:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return not any(f() for f in known if f is not None)
+
+
+@contextmanager
+def products(device: torch.device) -> Iterator[None]:
+    """Switch autocast off where its products would be slower than in float32."""
+    off = device.type == "cpu" and torch.is_autocast_enabled("cpu") and _slow_bfloat16()
+    with torch.autocast("cpu", enabled=False) if off else nullcontext():
+        yield
+
+
+def product_dtype(device: torch.device, like: torch.dtype) -> torch.dtype:
+    """Return the dtype of products under the autocast that is in force; float64 stays what it is."""
+    if like == torch.float64:
+        return like
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return torch.float32

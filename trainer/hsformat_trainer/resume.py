@@ -1,0 +1,63 @@
+"""Whether a run may go on from a checkpoint: with what was begun, or not at all.
+
+What decides which number comes next in the same sense (data, layout, target, vocabulary, batches, the draft, the objective, the
+optimizer) is refused if it differs. What a user changes on purpose when a run goes on (rates, length of the run, how often
+something is written) is allowed, and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hsformat.problems import ContractMismatch, Problem, Severity, problem
+
+from hsformat_trainer.admitted import Admitted
+from hsformat_trainer.config import TrainConfig
+from hsformat_trainer.mixture import MixedLoader
+
+__all__ = ["check_resume"]
+
+_FIXED = ("steps", "decay", "loss", "mask_rule", "accumulation", "optimizer", "precision", "seed")
+"""Options that must not change. Data, target, layout, engines and the draft are compared by content, batches by the loader."""
+
+_FREE = ("epochs", "max_steps", "lr", "muon_lr", "weight_decay", "beta1", "beta2", "schedule", "warmup", "clip")
+"""Options that may change, and change what the uninterrupted run would have been."""
+
+
+def check_resume(
+    folder: Path, state: Mapping[str, Any], *, config: TrainConfig, admitted: Admitted, loader: MixedLoader
+) -> list[Problem]:
+    """Let the loader go on where the checkpoint was, and return notes about options that changed and may.
+
+    Raises
+    ------
+    ContractMismatch
+        One problem a difference: what was admitted; HS507 for options that must not change, and for other batches.
+    """
+    found = admitted.differences(state["admitted"])
+    before, now = state["config"], config.model_dump(mode="json")
+    for names, severity in ((_FIXED, Severity.ERROR), (_FREE, Severity.NOTE)):
+        found += [
+            problem(
+                "HS507",
+                where=f"{folder}: {name}",
+                got=now[name],
+                expected=f"{before.get(name)}, as the run had",
+                fix="resume with the options that the run was begun with, or begin another in another --out",
+                severity=severity,
+            )
+            for name in names
+            if now[name] != before.get(name)
+        ]
+    try:
+        loader.load_state_dict(state["loader"])
+    except ValueError as e:
+        expected = "the batches that the run was begun with"
+        fix = "resume with the same records, batch_tokens, seed and number of processes, or begin another run"
+        found.append(problem("HS507", where=f"{folder}: loader", got=e, expected=expected, fix=fix))
+    errors = [p for p in found if p.severity is Severity.ERROR]
+    if errors:
+        raise ContractMismatch(errors)
+    return found

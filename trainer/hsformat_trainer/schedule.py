@@ -1,0 +1,89 @@
+"""The course of the learning rate: Transformers' schedules, one an optimizer.
+
+A rate follows from the number of steps done and of steps in all, so that a resumed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers.optimization import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+
+from hsformat_trainer.config import ScheduleName
+
+__all__ = ["Schedules", "warmup_steps"]
+
+
+def warmup_steps(share: float, total: int) -> int:
+    """Return in how many steps the rate rises: the share of all, rounded up; 0 for a share of 0."""
+    return math.ceil(share * total)
+
+
+class Schedules:
+    """The schedules of a run's optimizers, stepped together.
+
+    Parameters
+    ----------
+    optimizers
+        By name.
+    kind
+        ``cosine`` and ``linear`` end at 0, ``constant`` stays; each after the warm-up.
+    warmup
+        Share of the steps in which the rate rises. The first step is made at 1 / warm-up of it, not at 0, which would
+        waste a step.
+    total
+        Optimizer steps of the whole run.
+    """
+
+    def __init__(
+        self, optimizers: Mapping[str, torch.optim.Optimizer], *, kind: ScheduleName, warmup: float, total: int
+    ) -> None:
+        self.total = total
+        rising = warmup_steps(warmup, total)
+        self._schedules = {name: self._schedule(o, kind, rising) for name, o in optimizers.items()}
+
+    def _schedule(self, optimizer: torch.optim.Optimizer, kind: ScheduleName, rising: int) -> LambdaLR:
+        # Transformers' first and last factors are 0, and a step at a rate of 0 is none: step i takes the factor of i + 1.
+        if kind == "cosine":
+            given = get_cosine_schedule_with_warmup(optimizer, rising, self.total + 1)
+        elif kind == "linear":
+            given = get_linear_schedule_with_warmup(optimizer, rising, self.total + 1)
+        else:
+            given = get_constant_schedule_with_warmup(optimizer, rising)
+        (factor, *_) = given.lr_lambdas
+        return LambdaLR(optimizer, lambda step: factor(step + 1))
+
+    def rates(self) -> dict[str, float]:
+        """Return the rate of the next step by optimizer."""
+        return {name: float(s.get_last_lr()[0]) for name, s in self._schedules.items()}
+
+    def step(self) -> None:
+        """Go on to the rates of the step after the one just made."""
+        for schedule in self._schedules.values():
+            schedule.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedules are, as JSON-able data."""
+        states = {name: s.state_dict() for name, s in self._schedules.items()}
+        return {name: {k: v for k, v in state.items() if k != "lr_lambdas"} for name, state in states.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on where :meth:`state_dict` was taken; the optimizers' rates are set as well.
+
+        Raises
+        ------
+        KeyError
+            It is of other optimizers.
+        """
+        for name, schedule in self._schedules.items():
+            schedule.load_state_dict({**state[name], "lr_lambdas": [None] * len(schedule.base_lrs)})
+            for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
