@@ -17,6 +17,7 @@ import torch
 
 import hsformat as hs
 from hsformat.dtypes import numpy_dtype
+from hsformat.record import Generation, Provenance
 from hsformat.testing import build_store, tiny_contract, tiny_record, tiny_target
 from hsformat_trainer.admitted import Admitted, Source
 from hsformat_trainer.config import TrainConfig
@@ -25,6 +26,7 @@ from hsformat_trainer.target_head import TargetHead
 
 LAYOUT = hs.Layout(aux=("d1", "d2", "d3"), last="d4")
 CONTRACT = tiny_contract(layout=LAYOUT, target={"embedding": {"scale": 1.0, "tied": False}})
+GREEDY = Provenance(generation=Generation(mode="greedy", max_new_tokens=100))
 STEPS = 3
 OPTIONS: dict[str, Any] = {
     "serve": ["vllm@0.32.0"],
@@ -56,7 +58,14 @@ def write_data(folder: Path, *, records: int = 24) -> None:
         mask[:2] = 0
         written.append(
             tiny_record(
-                CONTRACT, f"r{i}", tokens=tokens, seed=i, input_ids=ids, loss_mask=mask, hidden={"d4": last}
+                CONTRACT,
+                f"r{i}",
+                tokens=tokens,
+                seed=i,
+                input_ids=ids,
+                loss_mask=mask,
+                hidden={"d4": last},
+                provenance=GREEDY,
             )
         )
     build_store(folder / "data.hs.zarr", CONTRACT, written, segments=3)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from training_processes import ended, start_run, wait_for_lines
 from safetensors.torch import load_file
 from tiny_training import run_tiny, tiny_admitted, tiny_config, write_data
+from training_processes import ended, start_run, wait_for_lines
 
 from hsformat.problems import ContractMismatch
 from hsformat_trainer.checkpoint import MODEL, OPTIMIZER, checkpoints, folder_of, latest, read_state, step_of
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_in_the_middle_of_an_epoch(whole: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
     assert lines[-1]["epoch"] > 2
     state = read_state(folder_of(whole, TOTAL))
-    assert 0 < state["loader"]["batches"]
+    assert state["loader"]["batches"] > 0
     assert {p.suffix for p in folder_of(whole, TOTAL).iterdir()} == {".json", ".safetensors"}  # nothing is pickled
 
 

@@ -1,4 +1,4 @@
-"""One step: two batches of accumulation, or two processes, give the loss and the gradient of one batch twice as large."""
+"""One step: two batches of accumulation, or two processes, give loss and gradient of one batch twice as large."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_training import STEPS, tiny_admitted, tiny_config, write_data
+from tiny_training import tiny_admitted, tiny_config, write_data
 from training_processes import ended, start_ranks
 
-from hsformat.problems import InvalidRecord
 from hsformat.torch import Packed, RecordDataset, pack
 from hsformat_trainer.parts import Parts, build
 from hsformat_trainer.processes import Processes
@@ -65,14 +64,16 @@ def assert_same(got: Numbers, wanted: Numbers) -> None:
     assert got.accuracy == wanted.accuracy  # counts
 
 
-def assert_same_weights(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_same_weights(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float = 1e-6) -> None:
     assert got.keys() == wanted.keys()
     for name in wanted:
-        torch.testing.assert_close(got[name], wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            got[name], wanted[name], rtol=1e-5, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 SGD_LIKE = {"lr": 1e-3, "clip": 0.01}
-"""Adam's first step is the sign of the gradient, which hides its size; clipping shows it in the norm that is compared."""
+"""Adam's first step is the sign of the gradient, which hides its size: the norm before clipping is compared, too."""
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -102,7 +103,7 @@ def rank_step(folder: Path, rows: Sequence[Sequence[Sequence[int]]], out: Path, 
 
 
 def read_numbers(out: Path) -> list[Numbers]:
-    return eval((out / "numbers.txt").read_text(), {"Numbers": Numbers, "nan": float("nan")})  # noqa: S307 - our own repr
+    return eval((out / "numbers.txt").read_text(), {"Numbers": Numbers, "nan": float("nan")})
 
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -130,4 +131,6 @@ def test_two_processes_are_one_larger_batch(
     everything = [batch(dataset, LEFT + RIGHT)]
     for got in read_numbers(tmp_path):
         assert_same(got, parts.stepper(everything))
-    assert_same_weights(load_file(tmp_path / "weights.safetensors"), weights(parts))
+    # Muon makes updates orthogonal in bfloat16, of parts in another order: 2 steps of 2e-3, of which it rounds 2 ** -8.
+    atol = 5e-5 if options.get("optimizer") == "muon" else 1e-6
+    assert_same_weights(load_file(tmp_path / "weights.safetensors"), weights(parts), atol)

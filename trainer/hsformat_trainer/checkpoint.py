@@ -5,11 +5,11 @@
     OUT/checkpoints/step-120/model.safetensors      the draft, under the names in which it is served, float32
                              optimizer.safetensors  <optimizer>/<parameter>/<what> of every parameter
                              rng.safetensors        torch's random states, by process
-                             state.json             step, configuration, what was admitted, schedule, loader, Python's and
-                                                    NumPy's random states, the evaluation at this step
+                             state.json             step, configuration, what was admitted, schedule, loader,
+                                                    Python's and NumPy's random states, the evaluation at this step
 
-A checkpoint is written to a hidden folder beside it, flushed, and renamed: a kill at any time leaves the last whole one.
-One that is no longer kept is renamed before it is removed. Importing this module brings no torch, so that a
+A checkpoint is written to a hidden folder beside it, flushed, and renamed: a kill at any time leaves the last whole
+one. One that is no longer kept is renamed before it is removed. Importing this module brings no torch, so that a
 command can look at a checkpoint before it loads any library.
 """
 
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
 
 from hsformat.problems import ForeignFileError, Severity, StoreError, problem
 from hsformat.strict_json import parse_json
@@ -121,6 +120,8 @@ def write_checkpoint(
         HS506: it cannot be written, as to a full disk. What had been written of it is removed, and every earlier
         checkpoint is as it was.
     """
+    from safetensors.torch import save_file
+
     folder = folder_of(out, step)
     if folder.is_dir():
         return folder
@@ -129,9 +130,11 @@ def write_checkpoint(
         new.parent.mkdir(parents=True, exist_ok=True)
         new.mkdir()
         for name, content in tensors.items():
-            _flushed(new / name, lambda path, content=content: _save_tensors(path, content))
+            save_file(dict(content), new / name)
+            _sync(new / name)
         text = json.dumps({"format": FORMAT, "step": step, **state}, indent=1, allow_nan=False)
-        _flushed(new / STATE, lambda path: _save_text(path, text))
+        (new / STATE).write_text(text, "utf-8")
+        _sync(new / STATE)
         _sync(new)
         new.rename(folder)
         _sync(folder.parent)
@@ -198,21 +201,6 @@ def read_tensors(folder: str | Path, name: str) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as e:
         expected, fix = "tensors of a checkpoint", "resume from an earlier checkpoint: remove this one"
         raise ForeignFileError([problem("HS602", where=str(path), got=e, expected=expected, fix=fix)]) from e
-
-
-def _save_tensors(path: Path, content: Mapping[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    save_file(dict(content), path)
-
-
-def _save_text(path: Path, text: str) -> None:
-    path.write_text(text, "utf-8")
-
-
-def _flushed(path: Path, write: Callable[[Path], None]) -> None:
-    write(path)
-    _sync(path)
 
 
 def _sync(path: Path) -> None:

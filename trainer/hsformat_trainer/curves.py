@@ -49,9 +49,10 @@ def draw_curves(lines: Sequence[Line], path: Path) -> None:
     if accuracy.lines:
         accuracy.legend(fontsize="small")
     lengths = [line["acceptance_length"] for line in evaluations]
-    low = [a - line["interval"][0] for a, line in zip(lengths, evaluations, strict=True)]
-    high = [line["interval"][1] - a for a, line in zip(lengths, evaluations, strict=True)]
-    acceptance.errorbar(at, lengths, [low, high], fmt="o-", capsize=3, color="black")
+    intervals = [line["interval"] or (a, a) for a, line in zip(lengths, evaluations, strict=True)]
+    reach = [[a - low for a, (low, _) in zip(lengths, intervals, strict=True)]]
+    reach += [[high - a for a, (_, high) in zip(lengths, intervals, strict=True)]]
+    acceptance.errorbar(at, lengths, reach, fmt="o-", capsize=3, color="black")
     acceptance.set(title="walked acceptance length, held out, 95% interval", xlabel="step")
     for name in sorted({name for line in steps for name in line["lr"]}):
         rate.plot(x, [line["lr"].get(name, float("nan")) for line in steps], label=f"lr {name}")

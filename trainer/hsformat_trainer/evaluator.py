@@ -1,4 +1,73 @@
+"""Evaluation inside a run: held-out records shared among the processes, and the scores of all of them put together."""
+
 from __future__ import annotations
+
+import time
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from hsformat.record import Generation
+from hsformat.torch import RecordDataset
+from hsformat_trainer.admitted import Admitted
+from hsformat_trainer.config import TrainConfig
+from hsformat_trainer.data import eval_loader
+from hsformat_trainer.evaluate import evaluate_records, summarize
+from hsformat_trainer.parts import Parts
+from hsformat_trainer.processes import Processes
+from hsformat_trainer.stop import Stop
+
+__all__ = ["Evaluator"]
+
+
 class Evaluator:
-    def __init__(self, *a): pass
-    def __call__(self, parts, *, most): return None
+    """Evaluates a draft as it is.
+
+    Parameters
+    ----------
+    stop
+        Ends an evaluation that is under way.
+    """
+
+    def __init__(self, config: TrainConfig, admitted: Admitted, processes: Processes, stop: Stop) -> None:
+        self._config, self._admitted, self._processes, self._stop = config, admitted, processes, stop
+        self._generations: dict[str, Generation] = {}
+
+    def __call__(self, parts: Parts, *, most: int | None) -> dict[str, Any] | None:
+        """Return the evaluation as JSON-able data, with its ``seconds``; None: nothing is held out, or it was stopped.
+
+        Parameters
+        ----------
+        most
+            Of so many held-out records; None: of all.
+        """
+        began = time.monotonic()
+        processes, config = self._processes, self._config
+        loader = eval_loader(config, self._admitted, rank=processes.rank, world_size=processes.count, most=most)
+        if loader is None:
+            return None
+        batches = iter(loader)
+        if len(loader.dataset) < processes.count and not processes.first:
+            batches = iter(())  # too few to be shared: the loader gives all of them to each process
+        with torch.no_grad(), processes.autocast(), processes.gathered(parts.model):
+            scores = evaluate_records(
+                parts.draft,
+                parts.target,
+                takewhile(lambda _: not self._stop.asked(), batches),
+                layout=self._admitted.layout,
+                steps=config.steps,
+                generations=self._generations_of(loader.dataset),
+            )
+        scores = processes.join(scores)
+        if processes.most(int(self._stop.asked())):
+            return None
+        return summarize(scores, steps=config.steps).to_json() | {"seconds": time.monotonic() - began}
+
+    def _generations_of(self, dataset: RecordDataset) -> dict[str, Generation]:
+        """Return how the records came about, by id; each is asked once a run, and its states are not read."""
+        for row, record_id in enumerate(dataset.ids):
+            if record_id not in self._generations:
+                record = dataset.source.read(row, captures=())
+                self._generations[record_id] = record.provenance.generation
+        return self._generations

@@ -1,13 +1,12 @@
 """The log of a run: ``OUT/log.jsonl``, one JSON object a line, from which the table and the curves are made.
 
-A line says what it is by ``kind``: ``step`` or ``evaluation``. All but ``seconds``, ``tokens_per_second`` and ``loader_wait``
-follows from data, configuration and seed, so that lines of a resumed run equal those of an uninterrupted one.
+A line says what it is by ``kind``: ``step`` or ``evaluation``. All but ``seconds``, ``tokens_per_second`` and
+``loader_wait`` follows from data, configuration and seed: lines of a resumed run equal those of an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -127,8 +126,3 @@ def read_journal(out: str | Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text("utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return a number as JSON holds it."""
-    return value if math.isfinite(value) else None

@@ -16,7 +16,6 @@ from typing import Any
 
 from hsformat.problems import HsError, Problem, problem
 from hsformat.torch import Packed
-
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.checkpoint import best_of, clear_unfinished, latest, prune, read_state, write_checkpoint
 from hsformat_trainer.config import TrainConfig
@@ -156,9 +155,7 @@ class _Run:
     def _resume(self, folder: Path) -> bool:
         """Put everything back, and return whether the checkpoint was evaluated."""
         state = read_state(folder)
-        self.result.notes += check_resume(
-            folder, state, config=self.config, admitted=self.admitted, loader=self.loader
-        )
+        self.result.notes += check_resume(folder, state, config=self.config, admitted=self.admitted, loader=self.loader)
         restore(folder, state, self.parts.draft, self.parts.optimizers, self.processes)
         self.parts.schedules.load_state_dict(state["schedule"])
         self.result.step, self.result.tokens = state["step"], state["tokens"]

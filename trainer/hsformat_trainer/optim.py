@@ -1,9 +1,9 @@
 """Optimizers of a draft: AdamW for all, or Muon for the matrices inside and AdamW for the rest.
 
-Muon makes updates orthogonal, which means something for a matrix that maps states to states: ``fc`` and those of the decoder
-layers. An embedding or a head is a row a token, and a norm is a vector; these stay with AdamW, as Muon's own description
-asks (``torch.optim.Muon``). Muon's learning rate is of another size: its update is scaled by sqrt(max(1, rows / columns))
-alone (torch's ``original``), which is what rates around ten times AdamW's are tuned for
+Muon makes updates orthogonal, which means something for a matrix that maps states to states: ``fc`` and those of the
+decoder layers. An embedding or a head is a row a token, and a norm is a vector; these stay with AdamW, as the
+description of ``torch.optim.Muon`` asks. Muon's learning rate is of another size: its update is scaled by
+sqrt(max(1, rows / columns)) alone (torch's ``original``); rates around ten times AdamW's are usual
 (vllm-project/speculators#746).
 """
 

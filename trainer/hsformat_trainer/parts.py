@@ -64,6 +64,4 @@ def build(config: TrainConfig, admitted: Admitted, processes: Processes, *, tota
     optimizers = build_optimizers(draft.named_parameters(), config)
     schedules = Schedules(optimizers, kind=config.schedule, warmup=config.warmup, total=total)
     stepper = Stepper(model, optimizers, config=config, layout=admitted.layout, processes=processes)
-    return Parts(
-        target=target, draft=draft, model=model, optimizers=optimizers, schedules=schedules, stepper=stepper
-    )
+    return Parts(target=target, draft=draft, model=model, optimizers=optimizers, schedules=schedules, stepper=stepper)

@@ -1,9 +1,9 @@
 """The processes of a run, through ``accelerate``: one, several (DDP), or with the draft in parts (FSDP2).
 
-How many there are and whether the draft is cut is what ``accelerate launch`` or ``torchrun`` say; precision is what the
-configuration says, here as in one process: torch's autocast over weights that stay float32, also where they are cut, so
-that gradients are added in float32 between processes. The draft is cut by torch's ``fully_shard`` as one group, since all of
-it is used in one forward; accelerate (1.15) would leave FSDP2 out on CPUs without a word.
+How many there are and whether the draft is cut is what ``accelerate launch`` or ``torchrun`` say; precision is what
+the configuration says, here as in one process: torch's autocast over weights that stay float32, also where they are
+cut, so that gradients are added in float32 between processes. The draft is cut by torch's ``fully_shard`` as one group,
+since all of it is used in one forward; accelerate (1.15) would leave FSDP2 out on CPUs without a word.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Processes:
 
         DDP and FSDP2 take the mean over processes, so that a sum wants their number as a factor.
         """
-        (loss * self.count if self.count > 1 else loss).backward()
+        torch.autograd.backward(loss * self.count if self.count > 1 else loss)
 
     def autocast(self) -> Any:
         """Return the context of the configuration's precision."""

@@ -40,7 +40,10 @@ def summary_table(lines: Sequence[Line]) -> Table:
     chosen = [e for _, e in columns]
     name = "acceptance length, walked" if not chosen[-1]["estimate"] else "acceptance length, estimated by walking"
     table.add_row(name, *(f"{e['acceptance_length']:.3f}" for e in chosen))
-    table.add_row("  95% interval over records", *(f"{e['interval'][0]:.3f} .. {e['interval'][1]:.3f}" for e in chosen))
+    table.add_row("  95% interval over records", *(_interval(e["interval"]) for e in chosen))
+    for k in range(len(chosen[0]["accuracy"])):
+        shares = (_number(e["acceptance_by_position"][k]) for e in chosen)
+        table.add_row(f"  accepted up to position {k + 1}", *shares)
     for k in range(len(chosen[0]["accuracy"])):
         table.add_row(f"accuracy, position {k + 1}", *(_number(e["accuracy"][k]) for e in chosen))
     table.add_row("held-out records", *(str(e["records"]) for e in chosen))
@@ -80,6 +83,10 @@ def _loss_at(steps: Sequence[Line], step: int) -> float | None:
     if not steps:
         return None
     return float(min(steps, key=lambda line: abs(line["step"] - step))["loss"])
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    return "-" if interval is None else f"{interval[0]:.3f} .. {interval[1]:.3f}"
 
 
 def _number(value: float | None) -> str:

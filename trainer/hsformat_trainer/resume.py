@@ -1,8 +1,8 @@
 """Whether a run may go on from a checkpoint: with what was begun, or not at all.
 
-What decides which number comes next in the same sense (data, layout, target, vocabulary, batches, the draft, the objective, the
-optimizer) is refused if it differs. What a user changes on purpose when a run goes on (rates, length of the run, how often
-something is written) is allowed, and reported.
+What decides the meaning of the next number (data, layout, target, vocabulary, batches, the draft, the objective, the
+optimizer) is refused if it differs. What a user changes on purpose when a run goes on (rates, length of the run) is
+allowed and reported; how often something is written is free.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hsformat.problems import ContractMismatch, Problem, Severity, problem
-
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.mixture import MixedLoader
@@ -20,7 +19,7 @@ from hsformat_trainer.mixture import MixedLoader
 __all__ = ["check_resume"]
 
 _FIXED = ("steps", "decay", "loss", "mask_rule", "accumulation", "optimizer", "precision", "seed")
-"""Options that must not change. Data, target, layout, engines and the draft are compared by content, batches by the loader."""
+"""Options that must not change. Data, target, layout, engines, draft are compared by content, batches by the loader."""
 
 _FREE = ("epochs", "max_steps", "lr", "muon_lr", "weight_decay", "beta1", "beta2", "schedule", "warmup", "clip")
 """Options that may change, and change what the uninterrupted run would have been."""

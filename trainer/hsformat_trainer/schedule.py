@@ -51,11 +51,11 @@ class Schedules:
         self._schedules = {name: self._schedule(o, kind, rising) for name, o in optimizers.items()}
 
     def _schedule(self, optimizer: torch.optim.Optimizer, kind: ScheduleName, rising: int) -> LambdaLR:
-        # Transformers' first and last factors are 0, and a step at a rate of 0 is none: step i takes the factor of i + 1.
+        # Transformers' first and last factors are 0, and a step at a rate of 0 is none: step i takes that of i + 1.
         if kind == "cosine":
             given = get_cosine_schedule_with_warmup(optimizer, rising, self.total + 1)
         elif kind == "linear":
-            given = get_linear_schedule_with_warmup(optimizer, rising, self.total + 1)
+            given = get_linear_schedule_with_warmup(optimizer, rising, self.total + 1)  # type: ignore[no-untyped-call] # it is
         else:
             given = get_constant_schedule_with_warmup(optimizer, rising)
         (factor, *_) = given.lr_lambdas

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from hsformat.problems import ForeignFileError, Problem, problem
-
 from hsformat_trainer.checkpoint import MODEL, OPTIMIZER, RNG, read_tensors
 from hsformat_trainer.processes import Processes
 from hsformat_trainer.randomness import load_random_states, random_states
@@ -32,9 +31,9 @@ def take(
     Every process asks for it; what it returns is for the first.
     """
     weights = {name: whole(tensor) for name, tensor in draft.state_dict().items()}
-    names = {p: name for name, p in draft.named_parameters()}
+    names = {id(p): name for name, p in draft.named_parameters()}
     moments = {
-        f"{optimizer}/{names[p]}/{what}": whole(value)
+        f"{optimizer}/{names[id(p)]}/{what}": whole(value)
         for optimizer, o in optimizers.items()
         for p, state in o.state.items()
         for what, value in state.items()

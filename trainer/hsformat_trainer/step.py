@@ -1,8 +1,8 @@
 """One optimizer step: batches of accumulation in, new weights and the step's numbers out.
 
 How many rows are supervised follows from masks alone, so that the loss is divided by the rows of all batches and all
-processes before the first forward. Two processes, or two batches of accumulation, then give the loss and the gradient of
-one batch twice as large (huggingface/transformers#34191 and #34242 tell what happens otherwise).
+processes before the first forward. Two processes, or two batches of accumulation, then give loss and gradient of one
+batch twice as large (huggingface/transformers#34191 and #34242 tell what happens otherwise).
 K: steps of training-time test. B: batches of the step in this process.
 """
 
@@ -20,7 +20,6 @@ from torch import nn
 from hsformat.layout import Layout
 from hsformat.problems import InvalidRecord, Problem, problem
 from hsformat.torch import Packed
-
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.draft import Draft
@@ -59,8 +58,9 @@ class Objective(nn.Module):
         with self._processes.autocast():
             loss, sums = self._of(batch, normalizer)
         if self._processes.count > 1:
-            # DDP (and FSDP2) waits for the gradient of every parameter from every process, also where nothing is supervised.
-            loss = loss + 0.0 * torch.stack([p.flatten()[:1].sum() for p in self.parameters() if p.requires_grad]).sum()
+            # DDP waits for the gradient of every parameter from every process, also where nothing is supervised.
+            trained = [p.flatten()[:1].sum() for p in self.parameters() if p.requires_grad]
+            loss = loss + 0.0 * torch.stack(trained).sum()
         return loss, sums
 
     def _of(self, batch: TrainBatch, normalizer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,6 +122,9 @@ class Stepper:
         processes: Processes,
     ) -> None:
         self._model, self._optimizers = model, optimizers
+        if layout.last is None:
+            raise ValueError("the layout names no last capture, so that the target's distribution is not known")
+        self._last = layout.last
         self._config, self._layout, self._processes = config, layout, processes
 
     def __call__(self, packed: Sequence[Packed]) -> Numbers:
@@ -134,13 +137,13 @@ class Stepper:
         InvalidRecord
             HS201: loss or gradient is not finite. The weights are as before the step.
         """
-        config, processes = self._config, self._processes
+        processes = self._processes
         planned = [self._batch(p) for p in packed]  # on the CPU, where masks are
         counts = torch.stack([b.counts for b in planned]).sum(0)  # [K]
         tokens = torch.tensor([sum(p.num_tokens for p in packed)])
         *rows, tokens_all = processes.sum(torch.cat([counts, tokens])).tolist()
         if not any(rows):
-            none: tuple[None, ...] = (None,) * config.steps
+            none: tuple[None, ...] = (None,) * self._config.steps
             return Numbers(loss=0.0, losses=none, accuracy=none, grad_norm=0.0, tokens=int(tokens_all))
         normalizer = torch.tensor(rows, device=processes.device)
         for optimizer in self._optimizers.values():
@@ -173,7 +176,7 @@ class Stepper:
         return TrainBatch.from_packed(
             packed,
             aux=self._layout.aux,
-            last=self._layout.last,
+            last=self._last,
             steps=self._config.steps,
             rule=self._config.mask_rule,
         )
@@ -194,8 +197,10 @@ class Stepper:
         ids = [record_id for batch, _ in found for record_id in batch]
         states = [p for _, problems in found for p in problems]
         got = f"loss {loss}, gradient norm {norm}"
+        fix = "extract these records again or leave them out"
         if not states:
             got += "; the states of these records are finite"
+            fix = "resume from the last checkpoint with a lower lr or clip, or in fp32"
         raise InvalidRecord(
             [
                 *states,
@@ -204,9 +209,7 @@ class Stepper:
                     where=f"training on the records {', '.join(map(repr, ids))}",
                     got=got,
                     expected="finite numbers",
-                    fix="the step was not applied: extract these records again or leave them out"
-                    if states
-                    else "the step was not applied: resume from the last checkpoint with a lower lr or clip, or in fp32",
+                    fix=f"the step was not applied: {fix}",
                 ),
             ]
         )

@@ -11,8 +11,8 @@ from typing import Any
 __all__ = ["AGAIN_SECONDS", "Stop"]
 
 AGAIN_SECONDS = 2.0
-"""A second signal within this time is the first one once more: a terminal sends Ctrl-C to ``accelerate launch`` and to the
-processes it started, and the launcher then passes its own on to them."""
+"""A second signal within this time is the first one once more: a terminal sends Ctrl-C to ``accelerate launch`` and to
+the processes it started, and the launcher then passes its own on to them."""
 
 
 class Stop:

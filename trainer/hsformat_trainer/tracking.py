@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from hsformat.problems import NothingToOpen, problem
-
 from hsformat_trainer.config import TrackerName
 
 __all__ = ["PACKAGES", "check_trackers", "flat"]

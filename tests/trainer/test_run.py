@@ -1,0 +1,212 @@
+"""Whole runs of a tiny draft: it learns by heart, its loss curve is known, and what goes wrong is told and stops it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_training import STEPS, tiny_admitted, tiny_config, write_data
+
+from hsformat.problems import HsError, InvalidRecord, NothingToOpen, StoreError
+from hsformat_trainer import curves, tracking
+from hsformat_trainer.admitted import Admitted
+from hsformat_trainer.checkpoint import checkpoints, read_state
+from hsformat_trainer.journal import read_journal
+from hsformat_trainer.loop import RunResult, train
+
+pytestmark = pytest.mark.needs("torch")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_data(folder)
+    return folder
+
+
+def run(data: Path, out: Path, *, held_out: int = 4, **options: Any) -> RunResult:
+    config = tiny_config(data, out=str(out), **options)
+    return train(config, tiny_admitted(config, held_out=held_out))
+
+
+def on_its_training_records(config: Any) -> Admitted:
+    """Return a run that is evaluated on what it is trained on."""
+    admitted = tiny_admitted(config, held_out=0)
+    (source,) = admitted.sources
+    kept = np.arange(6)
+    tokens = source.train_tokens[:6]
+    source = replace(source, train=kept, held_out=kept, train_tokens=tokens, held_out_tokens=tokens)
+    return replace(admitted, sources=(source,))
+
+
+def test_a_tiny_draft_learns_by_heart(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(data, out=str(tmp_path), max_steps=150, schedule="constant", log_every=50, save_every=0)
+    result = train(config, on_its_training_records(config))
+    before, after = result.evaluations
+    assert before["step"] == 0
+    assert before["acceptance_length"] < 1.5
+    assert after["acceptance_length"] > STEPS + 0.7  # K + 1, but for rounds that a record's end cuts short
+    assert min(after["accuracy"]) > 0.98
+    assert (result.exit_code, result.step, result.checkpoint) == (0, 150, tmp_path / "checkpoints" / "step-150")
+    assert result.best == result.checkpoint
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    for word in ("acceptance length", "before", "after", "accuracy, position 3", "tokens/s", "curves.png"):
+        assert word in told
+    lines = read_journal(tmp_path)
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 50, 100, 150]
+    assert all(0 <= line["loader_wait"] < 1 for line in lines if line["kind"] == "step")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_loss_curve_is_the_known_one(data: Path, tmp_path: Path, optimizer: str) -> None:
+    """Within 1e-3: sums in float32 differ between processors and versions of torch by some 1e-6, which steps amplify.
+
+    A row more or less in the loss, or a shift of one, changes it by more than 1e-2.
+    """
+    run(data, tmp_path, optimizer=optimizer, max_steps=8)
+    got = [line["loss"] for line in read_journal(tmp_path) if line["kind"] == "step"]
+    golden = json.loads((Path(__file__).parent / "golden_loss.json").read_text())
+    assert got == pytest.approx(golden[optimizer], rel=1e-3)
+
+
+class Poisoned:
+    """A store of which one state of one record is NaN."""
+
+    def __init__(self, store: Any, record: str) -> None:
+        self._store, self._record = store, record
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def read(self, key: Any, **options: Any) -> Any:
+        record = self._store.read(key, **options)
+        if record.id == self._record and "d2" in record.hidden:
+            states = record.hidden["d2"].copy()
+            states[4, 1] = np.nan
+            record.hidden["d2"] = states
+        return record
+
+
+def test_a_record_that_is_not_finite_stops_it_before_the_step(data: Path, tmp_path: Path) -> None:
+    config = tiny_config(data, out=str(tmp_path), save_every=1, seed=1)
+    admitted = tiny_admitted(config)
+    (source,) = admitted.sources
+    with pytest.raises(InvalidRecord) as e:
+        train(config, replace(admitted, sources=(replace(source, source=Poisoned(source.source, "r7")),)))
+    first, second = e.value.problems
+    assert {p.code for p in e.value.problems} == {"HS201"}
+    assert (first.record, first.where) == ("r7", "record 'r7': d2: state 4")
+    assert "'r7'" in second.where
+    assert "loss nan" in second.got
+    done = len([line for line in read_journal(tmp_path) if line["kind"] == "step"])
+    assert done >= 1
+    assert [p.name for p in checkpoints(tmp_path)][-1] == f"step-{done}"  # of the last good step
+
+
+def test_a_loss_that_diverges_stops_it(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRecord) as e:
+        run(data, tmp_path, lr=1e30, clip=None, schedule="constant")
+    (found,) = e.value.problems
+    assert found.code == "HS201"
+    assert "states of these records are finite" in found.got
+    assert "lower lr" in found.fix
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a disk of 250 kB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=250k", "tmpfs", str(path)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_stops_it_and_the_checkpoint_before_is_whole(data: Path, disk: Path) -> None:
+    with pytest.raises(StoreError) as e:
+        run(data, disk, max_steps=200, save_every=2, keep=100, log_every=100)
+    (found,) = e.value.problems
+    assert found.code == "HS506"
+    kept = checkpoints(disk)
+    assert f"{kept[-1].name} is whole" in found.fix
+    (disk / "checkpoints" / "step-2" / "model.safetensors").unlink()  # room to go on
+    config = tiny_config(data, out=str(disk), max_steps=read_state(kept[-1])["step"] + 1, save_every=0, keep=1)
+    assert train(config, tiny_admitted(config), resume=True).step == config.max_steps
+
+
+def test_the_best_checkpoint_stays(data: Path, tmp_path: Path) -> None:
+    config = tiny_config(data, out=str(tmp_path), max_steps=12, eval_every=2, save_every=2, keep=1, lr=3e-2)
+    result = train(config, on_its_training_records(config))
+    lengths = {e["step"]: e["acceptance_length"] for e in result.evaluations if e["step"]}
+    best = max(lengths, key=lambda step: (lengths[step], step))
+    assert result.best is not None
+    assert result.best.name == f"step-{best}"
+    assert {p.name for p in checkpoints(tmp_path)} == {f"step-{best}", "step-12"}
+
+
+def test_tensorboard_is_told_the_numbers(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path, max_steps=2, trackers=["tensorboard"], project="drafts")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = [p for p in (tmp_path / "drafts").iterdir() if p.name.startswith("events")]
+    told = EventAccumulator(str(file)).Reload()
+    losses = [line["loss"] for line in read_journal(tmp_path) if line["kind"] == "step"]
+    assert [x.value for x in told.Scalars("loss")] == pytest.approx(losses, rel=1e-6)
+    assert "evaluation/acceptance_length" in told.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
+def test_a_tracker_that_is_missing_is_refused(
+    data: Path, tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    with pytest.raises(NothingToOpen) as e:
+        run(data, tmp_path / "out", trackers=[tracker])
+    assert [p.fix for p in e.value.problems] == [f"pip install {tracker}"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_it_says_what_is_missing(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curves, "find_spec", lambda name: None)
+    assert run(data, tmp_path, max_steps=1).exit_code == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_nothing_held_out_is_no_evaluation(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(data, tmp_path, held_out=0, max_steps=2)
+    assert (result.evaluations, result.best) == ([], None)
+    assert "training loss" in capsys.readouterr().out
+
+
+def test_epochs_have_all_their_steps(data: Path, tmp_path: Path) -> None:
+    result = run(data, tmp_path, max_steps=None, epochs=2, accumulation=3, save_every=0)
+    lines = [line for line in read_journal(tmp_path) if line["kind"] == "step"]
+    assert result.step == result.total == len(lines)
+    per_epoch = [sum(line["epoch"] == e for line in lines) for e in (0, 1)]
+    assert per_epoch[0] == per_epoch[1] > 1
+    assert lines[-1]["tokens"] == 2 * int(tiny_admitted(tiny_config(data)).sources[0].train_tokens.sum())
+
+
+def test_a_device_that_is_not_there_is_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(HsError) as e:
+        run(data, tmp_path, device="meta")
+    assert e.value.problems[0].code == "HS410"
