@@ -29,7 +29,10 @@ class CliOption:
             kind = str
         elif parts:
             (kind,) = parts
-        self.flags = tuple(info.param_decls or (f"--{name.replace('_', '-')}",))
+        # In an annotation typer takes the first of the names for the default.
+        first = (info.default,) if isinstance(info.default, str) and info.default.startswith("-") else ()
+        names = (*first, *(info.param_decls or ())) or (f"--{name.replace('_', '-')}",)
+        self.flags = tuple(flag for name in names for flag in name.split("/"))
         choices = "|".join(str(c.value) for c in kind) if isinstance(kind, type) and issubclass(kind, Enum) else None
         if isinstance(info, ArgumentInfo):
             self.flags, self.text = (), name.upper()

@@ -23,7 +23,7 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("guide", "count"), [("testing", 4), ("loading", 1)])
+@pytest.mark.parametrize(("guide", "count"), [("testing", 4), ("loading", 1), ("training", 1)])
 def test_every_block_of_a_guide_is_run(guide, count):
     text = (ROOT / f"docs/guides/{guide}.md").read_text("utf-8")
     assert text.count("```python") == sum(1 for p in BLOCKS if p.id.startswith(f"{guide}-")) == count
@@ -32,7 +32,7 @@ def test_every_block_of_a_guide_is_run(guide, count):
 @pytest.mark.parametrize(("name", "code"), BLOCKS)
 def test_block(name, code, tmp_path):
     (tmp_path / name).write_text(code, "utf-8")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "extractors")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "extractors"), str(ROOT / "trainer")])
     command = [
         sys.executable,
         "-m",

@@ -161,8 +161,10 @@ class Admitted:
 
 
 def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is compared: not where stores are, nor how it came to be known what an engine does."""
     sources = [{k: v for k, v in s.items() if k != "name"} for s in record.get("sources", [])]
-    return {**record, "sources": sources}
+    servings = [{k: v for k, v in s.items() if k != "evidence"} for s in record.get("servings", [])]
+    return {**record, "sources": sources, "servings": servings}
 
 
 _CODES = (

@@ -7,7 +7,9 @@ number here, which YAML 1.1 takes for text; a key that is there twice is refused
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +108,14 @@ def read_yaml(file: str) -> tuple[dict[str, Any], dict[tuple[str | int, ...], st
 
 def _yaml() -> Any:
     try:
-        import yaml
+        return import_module("yaml")
     except ModuleNotFoundError as e:
         fix = "pip install 'hsformat[train]'"
         raise ConfigError(problem("HS602", where="PyYAML", got="not installed", expected="PyYAML", fix=fix)) from e
-    return yaml
 
 
 def _loader(yaml: Any) -> Any:
     """Return the safe loader, to which ``1e-4`` is a number, as it is in YAML 1.2."""
-    import re
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         pass
@@ -155,7 +155,12 @@ def _walk(
 def _problems(error: ValidationError, places: Places, file: str | None) -> list[Problem]:
     """Turn pydantic's findings into problems, one an option."""
     out = []
-    for err in error.errors(include_url=False):
+    errors = error.errors(include_url=False)
+    for err in errors:
+        if err["type"] == "too_short" and any(
+            e["loc"][: len(err["loc"])] == err["loc"] for e in errors if e is not err
+        ):
+            continue  # pydantic does not count the items that are wrong
         loc = tuple(p for p in err["loc"] if not (isinstance(p, str) and "[" in p))  # without names of validators
         name = ".".join(map(str, loc)) or "options"
         where = _place(loc, places)

@@ -20,6 +20,7 @@ from hsformat_trainer.batch import StepRows, TrainBatch
 from hsformat_trainer.draft_spec import DraftSpec
 from hsformat_trainer.norms import RMSNorm
 from hsformat_trainer.rope import Rotary, rotate
+from hsformat_trainer.served_weights import load_served
 from hsformat_trainer.target_head import TargetHead
 
 __all__ = ["Draft", "Vocabulary"]
@@ -289,7 +290,11 @@ class Draft(nn.Module):
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     def _load(self, folder: Path) -> None:
-        raise NotImplementedError(folder)
+        """Begin with the weights of a folder as engines serve it; what it has not is left as it is."""
+        missing, unknown = self.load_state_dict(load_served(folder, self.spec), strict=False)
+        shared = {"lm_head.weight", "embed_tokens.weight", "d2t", "t2d"}
+        if unknown or not shared.issuperset(missing):
+            raise RuntimeError(f"{folder}: missing {missing}, unknown {unknown}: names were checked")
 
 
 def _everywhere(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:

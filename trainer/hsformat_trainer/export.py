@@ -37,6 +37,7 @@ from hsformat_trainer.draft_spec import DraftSpec
 from hsformat_trainer.engines_named import NamedEngine
 from hsformat_trainer.forward_check import forward_differs
 from hsformat_trainer.speculators_layout import speculators_config
+from hsformat_trainer.target_head import TargetHead
 
 __all__ = ["Exported", "Style", "Trained", "export_draft", "read_trained"]
 
@@ -180,9 +181,8 @@ def export_draft(
         servings = [] if draft is None else served_by(draft, facts, engines, profile, problems)
         problems += _compare(trained, tensors, engines, servings, problems)
         if not _errors(problems):
-            problems += forward_differs(
-                trained.spec, trained.layout, trained.target, tensors, new, model_folder, stored
-            )
+            head = TargetHead.load(model_folder, trained.target, dtype=torch.float32, device="cpu")
+            problems += forward_differs(trained.spec, trained.layout, head, tensors, new, stored)
         if _errors(problems):
             raise ContractMismatch(list(dict.fromkeys(problems)))
         new.rename(folder)

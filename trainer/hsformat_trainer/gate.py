@@ -104,11 +104,12 @@ def admit(
         spec = new_spec(config, described, layout, engines, profile, problems)
     trained = None
     if spec is not None and facts is not None and (existing is None or not _errors(problems)):
-        trained = trained_layout(spec, layout, contract.target, problems)
         draft = exported_draft(spec, layout, contract.target, engines, profile, problems)
         servings = [] if draft is None else served_by(draft, facts, engines, profile, problems)
         problems += _serving_problems(contract, every, engines, servings)
-        problems += _training_problems(trained, engines, servings)
+        if set(layout.aux) <= set(contract.keys):  # otherwise there is no such training, and HS109 has said it
+            trained = trained_layout(spec, layout, contract.target, problems)
+            problems += _training_problems(trained, engines, servings)
     if spec is not None:
         place = f"{len(opened)} store(s)"
         limit = spec.max_position_embeddings

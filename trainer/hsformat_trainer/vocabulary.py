@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hsformat.engines.drafts import read_draft
 from hsformat.engines.vocabulary import check_map
-from hsformat.problems import ContractMismatch, problem
+from hsformat.problems import ContractMismatch, ForeignFileError, problem
 from hsformat_trainer.admitted import Admitted, Source
 from hsformat_trainer.config import TrainConfig
 
@@ -58,8 +59,8 @@ def vocabulary_for(
 ) -> DraftVocabulary | None:
     """Return the draft's vocabulary; None: it is the target's, and there is no map.
 
-    A map that another run has left beside the data is never used (speculators PR#1081): it is counted for each run, and
-    a checkpoint holds its own.
+    A draft that training begins with (``config.init``) brings its own. Otherwise it is counted for each run, and a map
+    that another run has left beside the data is never used (speculators PR#1081).
 
     Parameters
     ----------
@@ -70,12 +71,21 @@ def vocabulary_for(
     ------
     ContractMismatch
         HS408: the training records have fewer different supervised tokens.
+    ForeignFileError
+        The map of ``config.init`` cannot be read any more.
     """
     size, total = admitted.spec.draft_vocab_size, admitted.spec.vocab_size
     if size >= total:
         return None
     counts = count_tokens(admitted.sources, total, tick=tick)
-    return make_vocabulary(counts, size, always=admitted.special_ids)
+    if config.init is None:
+        return make_vocabulary(counts, size, always=admitted.special_ids)
+    draft, problems = read_draft(config.init)
+    if draft is None or draft.d2t is None:
+        raise ForeignFileError(problems)  # the gate has read it: it has changed since
+    inside = np.zeros(total, np.bool_)
+    inside[draft.d2t + np.arange(size, dtype=np.int64)] = True
+    return _checked(draft.d2t, inside, counts)
 
 
 def count_tokens(
@@ -125,7 +135,12 @@ def make_vocabulary(counts: npt.NDArray[np.float64], size: int, *, always: Seque
         raise ContractMismatch(problem("HS408", where="--draft-vocab-size", got=got, expected=expected, fix=fix))
     inside[chosen] = True
     ids = np.flatnonzero(inside).astype(np.int64)
-    d2t = ids - np.arange(size, dtype=np.int64)
-    if wrong := check_map(d2t, inside, size=size, total=total, where="draft vocabulary"):
+    return _checked(ids - np.arange(size, dtype=np.int64), inside, counts)
+
+
+def _checked(
+    d2t: npt.NDArray[np.int64], t2d: npt.NDArray[np.bool_], counts: npt.NDArray[np.float64]
+) -> DraftVocabulary:
+    if wrong := check_map(d2t, t2d, size=len(d2t), total=len(t2d), where="draft vocabulary"):
         raise ContractMismatch(wrong)
-    return DraftVocabulary(d2t=d2t, t2d=inside, coverage=float(counts[ids].sum() / max(counts.sum(), 1e-300)))
+    return DraftVocabulary(d2t=d2t, t2d=t2d, coverage=float(counts[t2d].sum() / max(counts.sum(), 1e-300)))

@@ -52,9 +52,13 @@ def export_draft(
     """Write a draft as engines serve it, read it back, and refuse it if anything differs from its training."""
     from hsformat.engines.profile import load_profile
     from hsformat_trainer.engines_named import engines_to_export
-    from hsformat_trainer.export import export_draft as export
-    from hsformat_trainer.export import read_trained
 
+    try:
+        from hsformat_trainer.export import export_draft as export
+        from hsformat_trainer.export import read_trained
+    except ModuleNotFoundError as e:
+        typer.echo(f"hsformat export-draft: {e.name} is not installed: pip install 'hsformat[train]'", err=True)
+        raise typer.Exit(ExitCode.UNABLE) from e
     profile = None if engine_profile is None else load_profile(engine_profile)
     engines = engines_to_export(engine, engine_version, read_trained(checkpoint).serve)
     try:

@@ -111,8 +111,11 @@ def _run(config: TrainConfig, *, resume: bool) -> int:
         for line in admitted.lines():
             typer.echo(line)
         echo_problems(admitted.notes)
-    from hsformat_trainer.loop import train as run
-
+    try:
+        from hsformat_trainer.loop import train as run
+    except ModuleNotFoundError as e:
+        typer.echo(f"hsformat train: {e.name} is not installed: pip install 'hsformat[train]'", err=True)
+        return ExitCode.UNABLE
     return int(run(config, admitted, resume=resume).exit_code)
 
 

@@ -1,0 +1,220 @@
+"""What else the gate compares: an existing draft, an engine of one's own, the target, RoPE, norms, data on resume."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from runs import AUX, BOTH, contract_of, make_config, make_run, make_store, make_target
+from safetensors.numpy import save_file
+
+import hsformat as hs
+from hsformat.problems import ContractMismatch, NothingToOpen, Severity
+from hsformat.testing import digest, tiny_record
+from hsformat_trainer.draft_files import draft_config, plain_config, weight_shapes
+from hsformat_trainer.gate import admit
+
+CUSTOM = {
+    "hsformat_custom_layout": "1", "name": "ours", "version": "7", "aux": list(AUX), "norm_before_residual": False,
+    "norm_before_fc": False, "fc_norm": False, "norm_output": False, "later_layers_norm": "input_layernorm",
+    "attention": "llama", "attention_bias": False, "fc_bias": False, "embedding": "target", "head": "own",
+    "shift": {"token": 1, "position": 0, "distribution": 1, "target": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A target and a store that fit."""
+    folder = tmp_path_factory.mktemp("base")
+    make_run(folder)
+    return folder
+
+
+def refused(config):
+    with pytest.raises(ContractMismatch) as e:
+        admit(config)
+    return [p for p in e.value.problems if p.severity is Severity.ERROR]
+
+
+def codes(problems):
+    return {p.code for p in problems}
+
+
+def custom(tmp, **changes):
+    (tmp / "layout.json").write_text(json.dumps({**CUSTOM, **changes}))
+    return f"custom:{tmp / 'layout.json'}"
+
+
+def write_draft(base, folder, *, weights=(), **changes):
+    """Write a draft folder as an export would, with changes of its config; names in ``weights`` are left out."""
+    spec = admit(make_config(base)).spec
+    about = {"architecture": "LlamaForCausalLM", "num_layers": 4}
+    keys, _ = hs.engines.emit_for(AUX, draft_config(spec), dict(e.split("@") for e in BOTH), **about)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**plain_config(spec, keys), **changes}))
+    tensors = {n: np.zeros(s, ml_dtypes.bfloat16) for n, s in weight_shapes(spec).items() if n not in weights}
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_an_existing_draft_is_taken(base, tmp_path):
+    draft = write_draft(base, tmp_path / "draft")
+    for option in ({"init": draft}, {"draft_config": draft}, {"draft_config": f"{draft}/config.json"}):
+        admitted = admit(make_config(base, **{"draft_kv_heads": None, **option}))
+        assert admitted.spec == admit(make_config(base)).spec
+        assert [s.keys for s in admitted.servings] == [AUX, AUX]
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "expected"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, (), {"HS401", "HS402"}),
+        ({"norm_before_residual": True}, (), {"HS405"}),  # SGLang has no such option
+        ({"tie_word_embeddings": True}, (), {"HS412"}),
+        ({"draft_vocab_size": 20}, (), {"HS408", "HS411"}),
+        ({}, ("midlayer.hidden_norm.weight",), {"HS411"}),
+        ({"hidden_act": "gelu"}, (), {"HS410"}),
+        ({"rope_theta": 5.0}, (), {"HS407"}),  # and 10000 in rope_parameters
+    ],
+)
+def test_an_existing_draft_that_is_served_otherwise(base, tmp_path, changes, weights, expected):
+    draft = write_draft(base, tmp_path / "draft", weights=weights, **changes)
+    found = refused(make_config(base, init=draft))
+    assert expected <= codes(found)
+    if "eagle_aux_hidden_state_layer_ids" in changes:
+        assert any("[d1, d2]" in p.expected and "vllm 0.32.0" in p.where for p in found)
+
+
+def test_options_that_contradict_an_existing_draft(base, tmp_path):
+    draft = write_draft(base, tmp_path / "draft")
+    found = refused(make_config(base, init=draft, norm_output=True, draft_heads=4, draft_kv_heads=4))
+    assert {(p.code, p.where) for p in found} == {
+        ("HS405", "--norm-output"), ("HS409", "--draft-heads"), ("HS409", "--draft-kv-heads"),
+    }  # fmt: skip
+
+
+def test_a_draft_that_is_not_there(base, tmp_path):
+    for option in ("init", "draft_config", "target", "engine_profile"):
+        with pytest.raises(NothingToOpen):
+            admit(make_config(base, **{option: str(tmp_path / "none")}))
+    with pytest.raises(hs.HsError) as e:
+        admit(make_config(base, stores=[str(tmp_path / "none"), str(tmp_path / "nothing")]))
+    assert [p.code for p in e.value.problems] == ["HS501", "HS501"]
+
+
+def test_an_engine_of_ones_own(base, tmp_path):
+    admitted = admit(make_config(base, serve=[custom(tmp_path)]))
+    assert [(s.engine, s.evidence) for s in admitted.servings] == [("custom:ours", "stated")]
+    assert admit(make_config(base, serve=[custom(tmp_path), *BOTH]))
+    (p,) = refused(make_config(base, serve=[custom(tmp_path, aux=["d1", "d3", "d2"])]))
+    assert p.code == "HS401"
+    assert "--aux d1,d3,d2 --last d4" in p.fix
+    assert codes(refused(make_config(base, serve=[custom(tmp_path, norm_output=True), *BOTH]))) == {"HS405"}
+    shift = {**CUSTOM["shift"], "position": 1}
+    assert "HS406" in codes(refused(make_config(base, serve=[custom(tmp_path, shift=shift)])))
+    assert "HS412" in codes(refused(make_config(base, serve=[custom(tmp_path)], train_embedding=True)))
+
+
+@pytest.mark.parametrize("serve", ["vllm", "vllm@0.1.0", "tgi@1.0", "transformers@5.24.0", "vllm@latest"])
+def test_an_engine_that_is_not_known_is_no_guess(base, cli, serve):
+    config = make_config(base)
+    words = ("train", config.stores[0].path, "--target", config.target, "--serve", serve, "--out", config.out)
+    code, _, err = cli(*words)
+    assert code == 2
+    assert "HS410" in err
+
+
+def test_what_engines_cannot_serve_is_said_before_training(base):
+    assert codes(refused(make_config(base, norm_before_residual=True))) == {"HS405"}
+    assert codes(refused(make_config(base, train_embedding=True))) == {"HS412"}
+    assert codes(refused(make_config(base, draft_layers=2))) == {"HS405"}
+    assert codes(refused(make_config(base, aux=["d2"]))) == {"HS402"}  # SGLang leaves fc out
+    assert codes(refused(make_config(base, aux=["d3", "d1"]))) == {"HS401"}  # both feed them ascending
+    assert codes(refused(make_config(base, aux=["d1", "d4"]))) == {"HS304"}  # depth N: SGLang dies of it
+    assert codes(refused(make_config(base, draft_hidden_size=16))) == {"HS409"}
+    for options in ({"norm_before_residual": True}, {"train_embedding": True}, {"draft_layers": 2}, {"aux": ["d2"]}):
+        assert admit(make_config(base, serve=["vllm@0.32.0"], **options))
+
+
+def test_all_problems_are_said_at_once(base, tmp_path):
+    make_target(tmp_path / "target", vocab_size=90)
+    found = refused(make_config(base, target=str(tmp_path / "target"), aux=["d1", "d9"], mask_rule="feature"))
+    assert {"HS301", "HS109", "HS110"} <= codes(found)
+
+
+def test_two_versions_of_an_engine(base):
+    admitted = admit(make_config(base, serve=["vllm@0.32.0", "vllm@0.24.0"]))
+    assert [s.version for s in admitted.servings] == ["0.32.0", "0.24.0"]
+
+
+def test_another_target_is_refused(base, tmp_path):
+    make_target(tmp_path / "eps", rms_norm_eps=1e-6)
+    found = refused(make_config(base, target=str(tmp_path / "eps")))
+    assert {"target.config_digest", "target.final_norm.eps"} <= {p.where.rpartition(": ")[2] for p in found}
+    make_target(tmp_path / "tokenizer")
+    tokenizer = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps({**tokenizer, "normalizer": {"type": "NFC"}}))
+    assert codes(refused(make_config(base, target=str(tmp_path / "tokenizer")))) == {"HS302"}
+    make_target(tmp_path / "fp8", quantization_config={"quant_method": "fp8"})
+    assert "HS305" in codes(refused(make_config(base, target=str(tmp_path / "fp8"))))
+
+
+def test_quarot_rotates_the_target(base, tmp_path):  # vllm-ascend#5974, PR#6914: config and sizes are the same
+    folder = make_target(tmp_path / "target")
+    rng = np.random.default_rng(1)
+    q, _ = np.linalg.qr(rng.standard_normal((8, 8)))
+    from safetensors.numpy import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = (tensors[name].astype(np.float32) @ q).astype(ml_dtypes.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    (p,) = refused(make_config(base, target=str(folder)))
+    assert p.code == "HS301"
+    assert p.where.endswith("target.basis_digest")
+
+
+def test_resuming_on_other_data_is_refused_with_the_difference(base, tmp_path):
+    admitted = admit(make_config(base))
+    recorded = json.loads(json.dumps(admitted.record()))
+    assert admitted.differences(recorded) == []
+    moved = json.loads(json.dumps(recorded))
+    moved["sources"][0]["name"] = "/elsewhere/data.hs.zarr"
+    assert admitted.differences(moved) == []
+
+    def differs(**changes):
+        return {
+            (p.code, p.where.removeprefix("resume: "))
+            for p in admit(make_config(base, **changes)).differences(recorded)
+        }
+
+    assert ("HS401", "layout.aux") in differs(aux=["d1", "d3"])
+    assert {("HS507", "sources[0].train.ids"), ("HS507", "sources[0].held_out.ids")} <= differs(seed=7)
+    assert differs(stores=[{"path": str(base / "data.hs.zarr"), "weight": 2.0}]) == {("HS507", "sources[0].weight")}
+    assert differs(norm_output=True) >= {("HS405", "spec.norm_output")}
+    assert ("HS401", "servings") in differs(serve=["vllm@0.32.0"])
+    contract = contract_of(base / "target")
+    make_store(tmp_path / "other", contract, first=40)
+    assert differs(stores=[str(tmp_path / "other")]) >= {("HS507", "sources[0].train.ids")}
+    text = "\n".join(map(str, admit(make_config(base, seed=7)).differences(recorded)))
+    assert "as the run had" in text
+
+
+def test_frozen_contracts_are_not_changed(base):  # speculators#454: a config was changed by what was built of it
+    store = hs.open(base / "data.hs.zarr")
+    before = store.contract.digest
+    admit(make_config(base, aux=["d1", "d3"]), sources=[("data", store, 1.0)])
+    assert store.contract.digest == before
+
+
+def test_a_store_that_grows_keeps_its_contract_and_not_its_resume(tmp_path):
+    config = make_run(tmp_path, held_out="none")
+    admitted = admit(config)
+    recorded = admitted.record()
+    with hs.append(tmp_path / "data.hs.zarr") as writer:
+        writer.append(tiny_record(admitted.contract, "new"))
+    found = admit(config).differences(recorded)
+    assert {p.where for p in found} == {"resume: sources[0].train.records", "resume: sources[0].train.ids"}
+    assert recorded["compatibility_digest"] == admit(config).record()["compatibility_digest"] != digest("0")
