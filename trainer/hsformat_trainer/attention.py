@@ -8,16 +8,45 @@ block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["BLOCK_ELEMENTS", "attend"]
+__all__ = ["BLOCK_ELEMENTS", "Visible", "attend"]
 
 BLOCK_ELEMENTS = 2**23
 """Most scores of a block, of all heads (32 MiB in float32), unless a single block of the fewest queries has more."""
 
 _MOST_QUERIES, _FEWEST_QUERIES = 256, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Visible:
+    """Which keys of step 0 each of n queries sees: ``first .. own``, both included, both ascending.
+
+    Attributes
+    ----------
+    first, own
+        [n] int64.
+    host
+        The same two as lists, so that a GPU is not waited for.
+    """
+
+    first: torch.Tensor
+    own: torch.Tensor
+    host: tuple[Sequence[int], Sequence[int]]
+
+    @classmethod
+    def of(cls, first: torch.Tensor, own: torch.Tensor) -> Visible:
+        """Return it for tensors on the CPU."""
+        return cls(first=first, own=own, host=(tuple(first.tolist()), tuple(own.tolist())))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Visible:
+        """Return the same on a device."""
+        first, own = (x.to(device, non_blocking=non_blocking) for x in (self.first, self.own))
+        return Visible(first=first, own=own, host=self.host)
 
 
 def attend(
@@ -26,8 +55,7 @@ def attend(
     value_NAD: torch.Tensor,
     own_keys: list[torch.Tensor],
     own_values: list[torch.Tensor],
-    first_key: torch.Tensor,
-    own_key: torch.Tensor,
+    visible: Visible,
 ) -> torch.Tensor:
     """Return [n, Q, D], Q = G * A.
 
@@ -39,23 +67,23 @@ def attend(
         Of step 0; keys rotated.
     own_keys, own_values
         Of the later steps, each [n, A, D]: of the very rows that ask.
-    first_key, own_key
-        [n] ascending: a row sees the keys ``first_key .. own_key`` of step 0, both included.
+    visible
+        Which keys of step 0 each row sees.
     """
-    if not len(query_nQD):
-        return query_nQD
+    if not len(query_nQD):  # still a function of all three, so that their weights have gradients in every process
+        return query_nQD + 0 * (key_NAD.sum() + value_NAD.sum())
     kept = query_nQD.dtype
     work = torch.float32 if query_nQD.device.type == "cpu" and kept in (torch.bfloat16, torch.float16) else kept
     q, k, v = (x.to(work) for x in (query_nQD, key_NAD, value_NAD))
     ok = torch.stack(own_keys, 1).to(work) if own_keys else q.new_zeros((len(q), 0, *k.shape[1:]))
     ov = torch.stack(own_values, 1).to(work) if own_values else ok
-    out: torch.Tensor = _Attend.apply(q, k, v, ok, ov, first_key, own_key)  # type: ignore[no-untyped-call] # torch's
+    out: torch.Tensor = _Attend.apply(q, k, v, ok, ov, visible)  # type: ignore[no-untyped-call] # torch's
     return out.to(kept)
 
 
-def _blocks(first_key: torch.Tensor, own_key: torch.Tensor, heads: int) -> list[tuple[int, int, int, int]]:
+def _blocks(visible: Visible, heads: int) -> list[tuple[int, int, int, int]]:
     """Return ``(query, past the last, key, past the last)`` of each block: whatever a query of it may see."""
-    firsts, owns = first_key.tolist(), own_key.tolist()
+    firsts, owns = visible.host
     out, start = [], 0
     while start < len(owns):
         low = firsts[start]
@@ -79,29 +107,29 @@ class _Attend(torch.autograd.Function):
         v: torch.Tensor,
         ok: torch.Tensor,
         ov: torch.Tensor,
-        first_key: torch.Tensor,
-        own_key: torch.Tensor,
+        visible: Visible,
     ) -> torch.Tensor:
         heads = k.shape[1]
         q_AGnD = _by_key_head(q, heads)
         k_AND, v_AND = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
         out_AGnD = torch.empty_like(q_AGnD)
-        blocks = _blocks(first_key, own_key, q.shape[1])
+        blocks = _blocks(visible, q.shape[1])
         with torch.autocast(q.device.type, enabled=False):
             for block in blocks:
                 i, j = block[:2]
-                weights, own = _weights(q_AGnD, k_AND, ok, first_key, own_key, block)
+                weights, own = _weights(q_AGnD, k_AND, ok, visible, block)
                 out = (weights.flatten(1, 2) @ v_AND[:, block[2] : block[3]]).reshape(*weights.shape[:3], -1)
                 if own is not None:
                     out = out + torch.einsum("agbj,bjad->agbd", own, ov[i:j])
                 out_AGnD[:, :, i:j] = out
-        ctx.save_for_backward(q_AGnD, k_AND, v_AND, ok, ov, first_key, own_key, out_AGnD)
-        ctx.blocks = blocks
+        ctx.save_for_backward(q_AGnD, k_AND, v_AND, ok, ov, out_AGnD)
+        ctx.blocks, ctx.visible = blocks, visible
         return out_AGnD.permute(2, 0, 1, 3).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_AGnD, k_AND, v_AND, ok, ov, first_key, own_key, out_AGnD = ctx.saved_tensors
+        q_AGnD, k_AND, v_AND, ok, ov, out_AGnD = ctx.saved_tensors
+        visible = ctx.visible
         grad_AGnD = _by_key_head(grad, k_AND.shape[0])
         scale = q_AGnD.shape[-1] ** -0.5
         dq, dk, dv = torch.empty_like(q_AGnD), torch.zeros_like(k_AND), torch.zeros_like(v_AND)
@@ -109,7 +137,7 @@ class _Attend(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             for block in ctx.blocks:
                 i, j, low, high = block
-                weights, own = _weights(q_AGnD, k_AND, ok, first_key, own_key, block)
+                weights, own = _weights(q_AGnD, k_AND, ok, visible, block)
                 g = grad_AGnD[:, :, i:j]
                 mean = (g * out_AGnD[:, :, i:j]).sum(-1, keepdim=True)
                 flat = g.flatten(1, 2)
@@ -126,20 +154,19 @@ class _Attend(torch.autograd.Function):
                     dq_b = dq_b + torch.einsum("agbj,bjad->agbd", ds, ok[i:j])
                 dq[:, :, i:j] = dq_b
         dq_nQD = dq.permute(2, 0, 1, 3).flatten(1, 2)
-        return dq_nQD, dk.transpose(0, 1), dv.transpose(0, 1), dok, dov, None, None
+        return dq_nQD, dk.transpose(0, 1), dv.transpose(0, 1), dok, dov, None
 
 
 def _by_key_head(x_nQD: torch.Tensor, heads: int) -> torch.Tensor:
-    n, _, width = x_nQD.shape
-    return x_nQD.reshape(n, heads, -1, width).permute(1, 2, 0, 3).contiguous()
+    n, queries, width = x_nQD.shape
+    return x_nQD.reshape(n, heads, queries // heads, width).permute(1, 2, 0, 3).contiguous()
 
 
 def _weights(
     q_AGnD: torch.Tensor,
     k_AND: torch.Tensor,
     ok: torch.Tensor,
-    first_key: torch.Tensor,
-    own_key: torch.Tensor,
+    visible: Visible,
     block: tuple[int, int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the weights of a block, [A, G, b, w] over the keys of step 0 and [A, G, b, J] over the later ones."""
@@ -147,7 +174,7 @@ def _weights(
     q = q_AGnD[:, :, i:j] * q_AGnD.shape[-1] ** -0.5
     scores = (q.flatten(1, 2) @ k_AND[:, low:high].transpose(1, 2)).reshape(*q.shape[:3], -1)
     at = torch.arange(low, high, device=q.device)
-    unseen = (at[None] > own_key[i:j, None]) | (at[None] < first_key[i:j, None])
+    unseen = (at[None] > visible.own[i:j, None]) | (at[None] < visible.first[i:j, None])
     scores.masked_fill_(unseen, float("-inf"))
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     if not ok.shape[1]:

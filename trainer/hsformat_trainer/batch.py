@@ -16,11 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hsformat.align import MaskRule, step_view, supervised
 from hsformat.layout import parse_capture_key
 from hsformat.torch import Packed
+from hsformat_trainer.attention import Visible
 
 __all__ = ["KeyRows", "StepRows", "TrainBatch"]
 
@@ -35,14 +38,14 @@ class KeyRows:
         [N] into the captures.
     tokens, positions
         [N] what is fed in at step 0.
-    first_key
-        [N] into the key rows: the first of each row's record.
+    visible
+        Which key rows each of them sees, where a layer's output is wanted for all of them.
     """
 
     states: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
-    first_key: torch.Tensor
+    visible: Visible
 
     def __len__(self) -> int:
         return len(self.states)
@@ -60,25 +63,27 @@ class StepRows:
         [n] into the active rows of the step before (of step 0: into the key rows); None: they are the same.
     tokens, positions
         [n] what is fed in.
-    first_key, own_key
-        [n] into the key rows: the first of the row's record, and the row itself.
+    visible
+        Which key rows each sees: from the first of its record to the row itself.
     loss
         Those that carry loss, [s] into the active rows; None: all of them.
     distribution
         [s] of these: into :attr:`TrainBatch.distributions`.
     targets
         [s] the token that the distribution is over, if the target wrote the record.
+    host
+        ``distribution`` in an array of the CPU.
     """
 
     rows: torch.Tensor
     within: torch.Tensor | None
     tokens: torch.Tensor
     positions: torch.Tensor
-    first_key: torch.Tensor
-    own_key: torch.Tensor
+    visible: Visible
     loss: torch.Tensor | None
     distribution: torch.Tensor
     targets: torch.Tensor
+    host: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -167,7 +172,7 @@ class TrainBatch:
         """Return the same on a device."""
 
         def moved(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, (torch.Tensor, Visible)):
                 return value.to(device, non_blocking=non_blocking)
             if isinstance(value, tuple):
                 return tuple(moved(v) for v in value)
@@ -220,11 +225,11 @@ def _plan(packed: Packed, num_steps: int, rule: MaskRule) -> dict[str, Any]:
                 within=None if len(rows) == len(before) else torch.searchsorted(before, rows),
                 tokens=token_of[k, rows],
                 positions=position_of[k, rows],
-                first_key=key_number[first_of[rows]],
-                own_key=key_number[rows],
+                visible=Visible.of(key_number[first_of[rows]], key_number[rows]),
                 loss=None if len(loss) == len(rows) else loss,
                 distribution=per_step[k],
                 targets=target_of[k, lossy],
+                host=per_step[k].numpy(),
             )
         )
         before = rows
@@ -235,7 +240,7 @@ def _plan(packed: Packed, num_steps: int, rule: MaskRule) -> dict[str, Any]:
             states=feature_of[keys],
             tokens=token_of[0, keys],
             positions=position_of[0, keys],
-            first_key=key_number[first_of[keys]],
+            visible=Visible.of(key_number[first_of[keys]], torch.arange(len(keys))),
         ),
         "steps": tuple(steps),
         "distributions": distributions,

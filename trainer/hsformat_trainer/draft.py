@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hsformat_trainer.attention import attend
-from hsformat_trainer.batch import StepRows, TrainBatch
+from hsformat_trainer.attention import Visible, attend
+from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.draft_spec import DraftSpec
 from hsformat_trainer.norms import RMSNorm
 from hsformat_trainer.rope import Rotary, rotate
@@ -64,8 +64,8 @@ class _Attention(nn.Module):
         self._head_dim = spec.head_dim
 
     def heads(self, projection: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = projection(x).reshape(len(x), -1, self._head_dim)
-        return out
+        out: torch.Tensor = projection(x)
+        return out.reshape(len(x), projection.out_features // self._head_dim, self._head_dim)
 
 
 class _Mlp(nn.Module):
@@ -102,10 +102,9 @@ class _Layer(nn.Module):
         hidden: torch.Tensor,
         embedded: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        rows: StepRows,
+        visible: Visible,
         cache: _Cache | None,
         queries: torch.Tensor | None,
-        key_rows: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, _Cache]:
         """Run rows of one step.
 
@@ -115,14 +114,12 @@ class _Layer(nn.Module):
             [m, H] of the rows; ``embedded`` for the first layer alone.
         angles
             Of the rows' positions.
-        rows
-            The step's plan.
+        visible
+            Which keys of step 0 the rows see whose output is wanted.
         cache
             None at step 0, whose rows are all key rows.
         queries
             At step 0: those of the key rows whose output is wanted; None: all of them (and at later steps).
-        key_rows
-            ``(first_key, own_key)`` of the rows whose output is wanted, where they are not those of ``rows``.
 
         Returns
         -------
@@ -145,8 +142,7 @@ class _Layer(nn.Module):
             x, residual = x[queries], residual[queries]
             angles = (angles[0][queries], angles[1][queries])
         query = rotate(attention.heads(attention.q_proj, x), *angles)
-        first_key, own_key = key_rows or (rows.first_key, rows.own_key)
-        mixed = attend(query, cache.key, cache.value, cache.own_keys, cache.own_values, first_key, own_key)
+        mixed = attend(query, cache.key, cache.value, cache.own_keys, cache.own_values, visible)
         residual = residual + attention.o_proj(mixed.flatten(1))
         return residual + self.mlp(self.post_attention_layernorm(residual)), cache
 
@@ -262,11 +258,12 @@ class Draft(nn.Module):
                 for cache in caches:
                     if cache is not None:
                         cache.narrow(rows.within)
-            everywhere = _everywhere(batch) if k == 0 and len(self.layers) > 1 else None
             for i, layer in enumerate(self.layers):
-                wanted = rows.within if k == 0 and i == len(self.layers) - 1 else None
-                key_rows = everywhere if wanted is None and i < len(self.layers) - 1 else None
-                hidden, caches[i] = layer(hidden, embedded, angles, rows, caches[i], wanted, key_rows)
+                # At step 0 the next layer reads a layer's output at all key rows, for keys of its own.
+                inner = k == 0 and i < len(self.layers) - 1
+                wanted = rows.within if k == 0 and not inner else None
+                visible = keys.visible if inner else rows.visible
+                hidden, caches[i] = layer(hidden, embedded, angles, visible, caches[i], wanted)
             if self.spec.norm_output:
                 hidden = self.norm(hidden)
             last = hidden if rows.loss is None else hidden[rows.loss]
@@ -295,12 +292,6 @@ class Draft(nn.Module):
         shared = {"lm_head.weight", "embed_tokens.weight", "d2t", "t2d"}
         if unknown or not shared.issuperset(missing):
             raise RuntimeError(f"{folder}: missing {missing}, unknown {unknown}: names were checked")
-
-
-def _everywhere(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(first_key, own_key)`` of all key rows, for the layers whose output at step 0 the next one reads."""
-    own = torch.arange(len(batch.keys), device=batch.keys.states.device)
-    return batch.keys.first_key, own
 
 
 def _check(spec: DraftSpec, vocabulary: Vocabulary | None, target: TargetHead) -> None:

@@ -37,16 +37,17 @@ class TargetRows:
         [C, Vd] of the draft's vocabulary.
     p
         [C, Vd] their softmax.
-    logsum
-        [C] the logarithm of the sum of their exponentials.
+    top, logsum
+        [C] the largest of them, and the logarithm of the sum of their exponentials.
     best
-        [C] int64: the largest of them, as a draft id.
+        [C] int64: where the largest is, as a draft id.
     negative_entropy
         [C] ``sum p log p``.
     """
 
     logits: torch.Tensor
     p: torch.Tensor
+    top: torch.Tensor
     logsum: torch.Tensor
     best: torch.Tensor
     negative_entropy: torch.Tensor
@@ -57,9 +58,8 @@ class TargetRows:
         top, best = logits.max(-1)
         p = torch.softmax(logits, -1)
         logsum = top - p.gather(-1, best[:, None])[:, 0].log()
-        return cls(
-            logits=logits, p=p, logsum=logsum, best=best, negative_entropy=torch.linalg.vecdot(p, logits) - logsum
-        )
+        negative_entropy = torch.linalg.vecdot(p, logits) - logsum
+        return cls(logits=logits, p=p, top=top, logsum=logsum, best=best, negative_entropy=negative_entropy)
 
     def take(self, rows: torch.Tensor | None) -> TargetRows:
         """Return some of the rows; None: all."""
@@ -68,6 +68,7 @@ class TargetRows:
         return TargetRows(
             logits=self.logits[rows],
             p=self.p[rows],
+            top=self.top[rows],
             logsum=self.logsum[rows],
             best=self.best[rows],
             negative_entropy=self.negative_entropy[rows],

@@ -14,18 +14,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.draft import Draft
 from hsformat_trainer.losses import LossName, TargetRows, row_losses
-from hsformat_trainer.precision import product_dtype, products
-from hsformat_trainer.target_head import TargetHead
+from hsformat_trainer.precision import PRODUCT_ROWS, head_product, product_dtype, products
+from hsformat_trainer.target_head import SplitHead, TargetHead
 
 __all__ = ["CHUNK_ELEMENTS", "Predictions", "StepResult", "predictions", "ttt_loss"]
 
 CHUNK_ELEMENTS = 2**22
-"""Most logits of a chunk over the target's vocabulary (16 MiB in float32), of at least 16 states."""
+"""Most logits of a chunk over the draft's vocabulary (16 MiB in float32), of at least 64 states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,7 +138,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     if rows.start == rows.stop:
                         continue
                     out = outputs[k][rows].to(dtype)
-                    z = _wide(out @ weight_VH.T)
+                    z = _wide(head_product(out, weight_VH))
                     top, best = z.max(-1)
                     inside = chunk.inside if at is None else chunk.inside[at]
                     mine = chunk.target.take(at)
@@ -148,12 +149,13 @@ class _ChunkedLoss(torch.autograd.Function):
                     sums[2, k] += inside.sum()
                     if not wanted and head_gradient is None:
                         continue
-                    factor = inside.to(gradient.dtype) * step_weights[k]
-                    gradient = gradient.mul_(factor[:, None]).to(dtype)
+                    # A row's weight is applied to its H numbers, not to its Vd logits.
+                    factor = (inside.to(gradient.dtype) * step_weights[k])[:, None]
+                    gradient = gradient.to(dtype)
                     if wanted:
-                        gradients[k][rows] = (gradient @ weight_VH).to(gradients[k].dtype)
+                        gradients[k][rows] = ((gradient @ weight_VH) * factor).to(gradients[k].dtype)
                     if head_gradient is not None:
-                        head_gradient += gradient.T @ out
+                        head_gradient += gradient.T @ (out * factor).to(dtype)
         ctx.save_for_backward(*gradients)
         ctx.head_gradient = head_gradient
         loss = (sums[0] * weights).sum().to(_wide_dtype(outputs[0].dtype))
@@ -169,50 +171,73 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Chunk:
-    """Some states: the target's rows, whether the target's argmax is in the draft's vocabulary, and each step's rows.
+    """Some states.
 
-    ``steps``: a slice of the step's supervised rows, and where in the chunk their states are (None: one each, in
-    order).
+    Attributes
+    ----------
+    target
+        The target's rows over the draft's vocabulary.
+    inside, expected
+        [C] whether the target's argmax is in the draft's vocabulary; the argmax as a target id.
+    outside_logsum
+        [C] logarithm of the sum of the exponentials of all other logits, at the temperature that was asked for.
+    steps
+        A step: a slice of its supervised rows, and where in the chunk their states are (None: one each, in order).
     """
 
     target: TargetRows
     inside: torch.Tensor
     expected: torch.Tensor
-    outside: torch.Tensor | None
+    outside_logsum: torch.Tensor | None
     steps: tuple[tuple[slice, torch.Tensor | None], ...]
 
 
-def _chunks(draft: Draft, target: TargetHead, batch: TrainBatch, dtype: torch.dtype) -> Iterator[_Chunk]:
-    """Yield the states in order, the target's logits computed once."""
+def _chunks(
+    draft: Draft, target: TargetHead, batch: TrainBatch, dtype: torch.dtype, *, temperature: float = 0.0
+) -> Iterator[_Chunk]:
+    """Yield the states in order, the target's logits computed once; above temperature 0 with ``outside_logsum``."""
     split = target.split(draft.target_ids, dtype)
     states = batch.distributions
-    size = max(16, CHUNK_ELEMENTS // target.target.vocab_size)
-    bounds = [
-        torch.searchsorted(s.distribution, torch.arange(0, len(states) + size, size, device=states.device)).tolist()
-        for s in batch.steps
-    ]
-    for c, first in enumerate(range(0, len(states), size)):
+    size = max(64, CHUNK_ELEMENTS // draft.spec.draft_vocab_size)
+    firsts = range(0, len(states), size)
+    bounds = [np.searchsorted(s.host, [*firsts, len(states)]).tolist() for s in batch.steps]
+    for c, first in enumerate(firsts):
         last = batch.last[states[first : first + size]]
-        hidden = last if batch.last_normed else target.final_norm(last)
-        hidden = hidden.to(dtype)
-        inside_logits = target.shaped(hidden @ split.inside.T, split.inside_bias)
-        rows = TargetRows.of(inside_logits)
-        top = rows.logits.gather(-1, rows.best[:, None])[:, 0]
+        hidden = (last if batch.last_normed else target.final_norm(last)).to(dtype)
+        rows = TargetRows.of(target.shaped(head_product(hidden, split.inside), split.inside_bias))
         expected, is_inside = split.inside_ids[rows.best], torch.ones_like(rows.best, dtype=torch.bool)
-        outside = None
+        logsum = None
         if len(split.outside_ids):
-            outside = target.shaped(hidden @ split.outside.T, split.outside_bias)
-            best = outside.max(-1)
-            other = split.outside_ids[best.indices]
+            top, other, logsum = _outside(target, split, hidden, temperature)
             # Equal logits, which rounding to bfloat16 makes common: the lower id wins, as argmax over all has it.
-            is_inside = (top > best.values) | ((top == best.values) & (expected < other))
+            is_inside = (rows.top > top) | ((rows.top == top) & (expected < other))
             expected = torch.where(is_inside, expected, other)
         steps = []
         for k, s in enumerate(batch.steps):
             mine = slice(bounds[k][c], bounds[k][c + 1])
-            at = s.distribution[mine] - first
-            steps.append((mine, None if len(at) == len(last) else at))
-        yield _Chunk(target=rows, inside=is_inside, expected=expected, outside=outside, steps=tuple(steps))
+            whole = mine.stop - mine.start == len(last)
+            steps.append((mine, None if whole else s.distribution[mine] - first))
+        yield _Chunk(target=rows, inside=is_inside, expected=expected, outside_logsum=logsum, steps=tuple(steps))
+
+
+def _outside(
+    target: TargetHead, split: SplitHead, hidden_CH: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return of the logits outside the draft's vocabulary the largest, its id, and the logsum; never all at once."""
+    rows = PRODUCT_ROWS if hidden_CH.device.type == "cpu" else 2**15
+    tops, best, logsums = [], [], []
+    for i in range(0, len(split.outside_ids), rows):
+        bias = None if split.outside_bias is None else split.outside_bias[i : i + rows]
+        logits = target.shaped(hidden_CH @ split.outside[i : i + rows].T, bias)
+        found = logits.max(-1)
+        tops.append(found.values)
+        best.append(found.indices + i)
+        if temperature > 0:
+            logsums.append(torch.logsumexp(logits / temperature, -1))
+    top, block = torch.stack(tops, -1).max(-1)
+    index = torch.stack(best, -1).gather(-1, block[:, None])[:, 0]
+    logsum = torch.logsumexp(torch.stack(logsums, -1), -1) if logsums else None
+    return top, split.outside_ids[index], logsum
 
 
 @torch.no_grad()
@@ -242,10 +267,10 @@ def predictions(
             drafted[k], expected[k] = torch.zeros((2, len(out)), dtype=torch.int64, device=out.device)
             covered[k] = torch.zeros(len(out), dtype=torch.bool, device=out.device)
             accepted[k] = torch.zeros(len(out), device=out.device)
-        for chunk in _chunks(draft, target, batch, dtype):
+        for chunk in _chunks(draft, target, batch, dtype, temperature=temperature):
             p = None if temperature == 0 else _sampled(chunk, temperature)
             for k, (rows, at) in enumerate(chunk.steps):
-                z = _wide(outputs[k][rows].to(dtype) @ weight_VH.T)
+                z = _wide(head_product(outputs[k][rows].to(dtype), weight_VH))
                 some = slice(None) if at is None else at
                 drafted[k][rows] = draft.to_target(z.max(-1).indices) if len(z) else drafted[k][rows]
                 expected[k][rows] = chunk.expected[some]
@@ -263,9 +288,11 @@ def predictions(
 
 def _sampled(chunk: _Chunk, temperature: float) -> torch.Tensor:
     """Return the target's probabilities of the draft's vocabulary, [C, Vd], out of those of its whole vocabulary."""
-    inside = chunk.target.logits
-    logits = inside if chunk.outside is None else torch.cat((inside, chunk.outside), -1)
-    return torch.softmax(logits / temperature, -1)[:, : inside.shape[-1]]
+    logits = chunk.target.logits / temperature
+    logsum = torch.logsumexp(logits, -1)
+    if chunk.outside_logsum is not None:
+        logsum = torch.logaddexp(logsum, chunk.outside_logsum)
+    return logits.sub_(logsum[:, None]).exp_()
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -14,7 +14,10 @@ from functools import cache
 
 import torch
 
-__all__ = ["product_dtype", "products"]
+__all__ = ["PRODUCT_ROWS", "head_product", "product_dtype", "products"]
+
+PRODUCT_ROWS = 1024
+"""Rows of a head that are multiplied at a time on a CPU in float32: what stays in its cache."""
 
 
 @cache
@@ -40,3 +43,17 @@ def product_dtype(device: torch.device, like: torch.dtype) -> torch.dtype:
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return torch.float32
+
+
+def head_product(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    """Return ``hidden @ weight.T``, [C, V], of one dtype; not differentiable.
+
+    A large head is taken in blocks on a CPU, which was up to 1.4 times as fast (docs/benchmarks.md).
+    """
+    rows = len(weight_VH)
+    if hidden_CH.device.type != "cpu" or hidden_CH.dtype != torch.float32 or rows <= PRODUCT_ROWS:
+        return hidden_CH @ weight_VH.T
+    out = hidden_CH.new_empty(len(hidden_CH), rows)
+    for i in range(0, rows, PRODUCT_ROWS):
+        torch.mm(hidden_CH, weight_VH[i : i + PRODUCT_ROWS].T, out=out[:, i : i + PRODUCT_ROWS])
+    return out

@@ -88,7 +88,7 @@ class TargetHead(nn.Module):
 
     @classmethod
     def load(
-        cls, folder: str | Path, target: TargetModel, *, dtype: torch.dtype, device: torch.device | str
+        cls, folder: str | Path, target: TargetModel, *, dtype: torch.dtype | None, device: torch.device | str
     ) -> TargetHead:
         """Read the tensors of a model folder.
 
@@ -99,7 +99,8 @@ class TargetHead(nn.Module):
         target
             What the contract says of it.
         dtype
-            Of embedding and head; norms and biases are float32.
+            Of embedding and head as they are kept (products have their own); None: as stored. Norms and biases are
+            float32.
 
         Raises
         ------
