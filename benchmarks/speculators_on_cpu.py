@@ -1,13 +1,13 @@
-"""One run of the trainer of speculators 0.9 on a CPU, measured: started by ``trainer_peers.py``, in speculators' own Python.
+"""One measured run of the trainer of speculators 0.9 on a CPU; ``trainer_peers.py`` starts it, in speculators' Python.
 
     PYTHON benchmarks/speculators_on_cpu.py write DATA                       # DATA/rows.json -> an Arrow dataset
     PYTHON benchmarks/speculators_on_cpu.py train OUT WARMUP STEPS -- ARGUMENTS OF "speculators train" ...
 
 speculators 0.9 does not run on a CPU as it is. Three things are replaced here in the running process, nothing of its
-training step: the number of the device, which it takes for 0 (CUDA's), and the type of the device, which it takes for
-"cuda" where there is no accelerator (its autocast would then be off); ``torch.accelerator.synchronize``, which raises
-without one. Its flex attention has no backward on a CPU and its fused losses need Triton: options of its own replace them
-(``--draft-attn-impl``, ``--loss-implementation eager``).
+training step: the number of the device, which it takes for 0 (CUDA's), and the type of the device, which it takes
+for "cuda" where there is no accelerator (its autocast would then be off); ``torch.accelerator.synchronize``, which
+raises without one. Its flex attention has no backward on a CPU and its fused losses need Triton: options of its own
+replace them (``--draft-attn-impl``, ``--loss-implementation eager``).
 """
 
 from __future__ import annotations

@@ -1,25 +1,28 @@
-"""Our trainer beside that of speculators 0.9, on a CPU: tokens a second, tokens a CPU second and peak memory of training.
+"""Our trainer beside that of speculators 0.9 on a CPU: tokens a second, tokens a CPU second, peak memory of training.
 
-    python -m venv PEER && PEER/bin/pip install torch==2.13.0 speculators==0.9.0 && PEER/bin/pip uninstall -y torchvision
+    python -m venv PEER && PEER/bin/pip install torch==2.13.0 speculators==0.9.0
+    PEER/bin/pip uninstall -y torchvision torchaudio
     OMP_WAIT_POLICY=PASSIVE python benchmarks/trainer_peers.py --peer-python PEER/bin/python --precision bf16,fp32
 
-(torchvision is removed where it does not fit the CPU build of torch.) Each run is a process of its own, A B A B ...; the
-median over runs is printed. What is measured is a run as a user starts it: ``hsformat_trainer.loop.train`` and
-``speculators train``, from the end of the last warm-up step to the end of the last step, loader, packing, forward, backward,
-clipping, AdamW, schedule, log and progress bar included; neither evaluates nor saves in that time.
+(torchvision is removed where it does not fit the CPU build of torch.) Each run is a process of its own, A B A B ...;
+the median over runs is printed. What is measured is a run as a user starts it: ``hsformat_trainer.loop.train`` and
+``speculators train``, from the end of the last warm-up step to the end of the last step, loader, packing, forward,
+backward, clipping, AdamW, schedule, log and progress bar included; neither evaluates nor saves in that time.
 
-The data is a store of ours (``--store`` with ``--target``), or one of made-up states in the sizes of SmolLM2-135M, whose
-target distributions have their argmax at the next token; speculators reads the same records in its own format, bfloat16.
+The data is a store of ours (``--store`` with ``--target``), or one of made-up states in the sizes of SmolLM2-135M,
+whose target distributions have their argmax at the next token; speculators reads the same records in its own format,
+bfloat16.
 
-Equal: records, tokens a step, draft (one Llama layer, trained parameters are printed), frozen head, draft vocabulary and its
-map, K, decay 1, KL to the target's distribution, supervised rows (mask rule ``input``, which is speculators'; both counts are
-printed), AdamW with weight decay 0.01, linear schedule, clipping at 1, float32 weights, threads, passive OpenMP waiting.
-Not equal: speculators computes logits of unsupervised rows, too, and multiplies the loss by 0; reads its records in the
-training process (``--num-workers 0``, as processes would compete for the cores; ours reads in threads, whose CPU time counts);
-attends by ``--peer-attention`` (without it: the eager one in bf16, sdpa in fp32, the faster one each when measured on a CPU
-with bfloat16 instructions); takes no account of rows whose target lies outside of the draft vocabulary, for which we compute
-no loss. In bf16 our trainer computes products in float32 on processors without instructions for bfloat16
-(``hsformat_trainer.precision``), where speculators does as autocast says.
+Equal: records, tokens a step, draft (one Llama layer, trained parameters are printed), frozen head, draft vocabulary
+and its map, K, decay 1, KL to the target's distribution, supervised rows (mask rule ``input``, which is
+speculators'; both counts are printed), AdamW with weight decay 0.01, linear schedule, clipping at 1, float32
+weights, threads, passive OpenMP waiting. Not equal: speculators computes logits of unsupervised rows, too, and
+multiplies the loss by 0; reads its records in the training process (``--num-workers 0``, as processes would compete
+for the cores; ours reads in threads, whose CPU time counts); attends by ``--peer-attention`` (without it: the eager
+one in bf16, sdpa in fp32, the faster one each when measured on a CPU with bfloat16 instructions); takes no account
+of rows whose target lies outside of the draft vocabulary, for which we compute no loss. In bf16 our trainer computes
+products in float32 on processors without instructions for bfloat16 (``hsformat_trainer.precision``), where
+speculators does as autocast says.
 """
 
 from __future__ import annotations
@@ -88,12 +91,13 @@ def make_records(target: Path, *, count: int, tokens: int, prompt: float, vocab:
     rng = np.random.default_rng(1)
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
     chosen = rng.permutation(VOCAB - 8)[:vocab] + 8
-    rounds = -(-count * tokens // vocab)
-    ids = np.concatenate([rng.permutation(chosen) for _ in range(rounds)])
     mask = np.zeros(tokens, np.uint8)
     mask[int(prompt * tokens) : -1] = 1
+    supervised = int(mask.sum())
+    answers = np.concatenate([rng.permutation(chosen) for _ in range(-(-count * supervised // vocab))])
     for i in range(count):
-        own = ids[i * tokens : (i + 1) * tokens].astype(np.int32)
+        own = rng.choice(chosen, tokens).astype(np.int32)
+        own[mask == 1] = answers[i * supervised : (i + 1) * supervised]
         states = [rng.standard_normal((tokens, HIDDEN), np.float32) for _ in range(4)]
         states[3] = 20 * embedding[np.roll(own, -1)] + 0.1 * states[3]  # the argmax is the next token
         keys = [*(f"d{d}" for d in AUX), f"d{LAYERS}"]
@@ -200,7 +204,8 @@ def command_of(name: str, args: argparse.Namespace, precision: str, data: Path, 
     attention = args.peer_attention or {"bf16": "eager", "fp32": "sdpa"}[precision]
     options = {
         "speculator-type": "eagle3", "verifier-name-or-path": args.target, "data-path": data, "epochs": 1000,
-        "hidden-states-path": data / "hidden_states", "total-seq-len": args.tokens, "draft-vocab-size": args.draft_vocab,
+        "hidden-states-path": data / "hidden_states", "total-seq-len": args.tokens,
+        "draft-vocab-size": args.draft_vocab,
         "hidden-states-dtype": {"bf16": "bfloat16", "fp32": "float32"}[precision], "train-data-ratio": 0.98,
         "ttt-steps": args.k, "ttt-step-loss-decay": 1.0, "loss-fn": "kl_div", "loss-implementation": "eager",
         "draft-attn-impl": attention, "num-workers": 0, "optimizer": "adamw", "lr": 1e-3, "weight-decay": 0.01,
