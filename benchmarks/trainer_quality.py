@@ -9,7 +9,8 @@ captures d2, d15, d27 and d30 before the final norm); the share of answer tokens
 states is printed, since only for the target's own greedy answers the walk is what a server would do. Then each seed
 is trained: K = 3, decay 1, draft vocabulary of 16,384 ids, frozen head, linear schedule from 1e-3, batches of 512
 packed tokens, four epochs. ``--set`` changes an option of the trainer (``--set epochs=6 --set lr=2e-3``),
-``--records`` takes few records, to try it out.
+``--records`` takes few records, to try it out; ``--float32`` runs the target in float32, for processors without
+instructions for bfloat16, where bfloat16 takes the better part of an hour.
 
 CPU seconds are those of the whole process while it trains, the evaluations before and after left out and told apart.
 """
@@ -44,12 +45,29 @@ from hsformat_trainer.target_head import TargetHead
 
 
 def rows_of(data: Path, count: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield id and line, every ``n``-th of the file if only ``count`` are wanted."""
-    lines = data.read_text(encoding="utf-8").splitlines()
-    step = 1 if count is None else max(1, len(lines) // count)
-    for i in range(0, len(lines), step):
-        row = json.loads(lines[i])
-        yield f"{row['split']}-{i}", row
+    """Yield id and line; if only ``count`` are wanted, the first ones of both splits, a tenth of them held out."""
+    left = {"train": -1, "val": -1} if count is None else {"train": count - count // 10, "val": count // 10}
+    for i, line in enumerate(data.read_text(encoding="utf-8").splitlines()):
+        row = json.loads(line)
+        if left[row["split"]]:
+            left[row["split"]] -= 1
+            yield f"{row['split']}-{i}", row
+
+
+def in_float32(model: Path, folder: Path) -> Path:
+    """Return a copy of a target with its weights in float32, made if it is not there."""
+    from safetensors.numpy import load_file, save_file
+
+    if not (folder / "config.json").exists():
+        shutil.copytree(
+            model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"), dirs_exist_ok=True
+        )
+        for file in model.glob("*.safetensors"):
+            tensors = {k: v.astype(np.float32) for k, v in load_file(file).items()}
+            save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        config = json.loads((model / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return folder
 
 
 def sample_of(record_id: str, row: dict[str, Any]) -> TokenSample:
@@ -85,7 +103,8 @@ def prepare(data: Path, model: Path, cache: Path, count: int | None) -> Path:
         sys.exit("\n".join(map(str, report.problems)))
     held_out = [s.id for s in samples if s.id.startswith("val-")]
     (cache / "held_out.txt").write_text("".join(f"{i}\n" for i in held_out))
-    print(f"{len(samples)} records, {len(held_out)} of them held out; CPU s: {time.process_time() - began:.0f}")
+    cpu = time.process_time() - began
+    print(f"{len(samples)} records, {len(held_out)} of them held out; extraction took {cpu:.0f} CPU s")
     return store
 
 
@@ -147,17 +166,20 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--seeds", default="0")
+    parser.add_argument("--float32", action="store_true", help="run the target in float32")
     parser.add_argument("--records", type=int, help="so many records, for a try")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the trainer")
     parser.add_argument("--cpu-seconds", type=float, default=1043, help="what training may take")
     args = parser.parse_args()
     changes = {k: yaml.safe_load(v) for k, _, v in (one.partition("=") for one in args.set)}
     cache = args.cache if args.records is None else args.cache / f"first-{args.records}"
+    cache /= "float32" if args.float32 else "own-dtype"
     cache.mkdir(parents=True, exist_ok=True)
-    store = prepare(args.data, args.target, cache, args.records)
-    print(f"answer tokens that are the target's argmax: {greedy_share(store, args.target):.2%}")
+    target = in_float32(args.target, args.cache / "target-float32") if args.float32 else args.target
+    store = prepare(args.data, target, cache, args.records)
+    print(f"answer tokens that are the target's argmax: {greedy_share(store, target):.2%}")
 
-    found = {int(s): train(config_of(store, args.target, cache, int(s), changes)) for s in args.seeds.split(",")}
+    found = {int(s): train(config_of(store, target, cache, int(s), changes)) for s in args.seeds.split(",")}
     table = Table(
         "seed", "steps", "tokens", "CPU s", "evaluations, CPU s", "wall s", "accepted by position", "walked (95%)"
     )
