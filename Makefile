@@ -39,6 +39,10 @@ demo: $(VENV)/.installed
 	$(BIN)/hsformat validate $(DEMO)/data.hs.zarr --level full
 	$(BIN)/hsformat info $(DEMO)/data.hs.zarr
 	$(BIN)/python examples/demo_refusals.py $(DEMO)/data.hs.zarr
+	rm -rf $(DEMO)/run $(DEMO)/draft
+	$(BIN)/hsformat train $(DEMO)/data.hs.zarr --target $(DEMO)/target --out $(DEMO)/run --config examples/demo_train.yaml
+	$(BIN)/hsformat export-draft $(DEMO)/run/checkpoints/$$(ls -t $(DEMO)/run/checkpoints | head -1) --engine both --out $(DEMO)/draft
+	$(BIN)/python examples/demo_refused_training.py $(DEMO)
 
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -n 2 -q

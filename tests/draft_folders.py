@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 __all__ = [
     "IDS",
+    "INNER",
     "VD",
     "H",
     "V",

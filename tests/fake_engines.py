@@ -198,6 +198,38 @@ class Killed(Vllm):
         return None
 
 
+class Forked(Vllm):
+    """Each job in a process of its own, which leaves nothing to the next one."""
+
+    jobs = 0
+
+    def prepare(self) -> bool:
+        self.parent = os.getpid()
+        return True
+
+    def features(self, job: Job) -> np.ndarray | None:
+        assert os.getpid() != self.parent
+        self.jobs += 1
+        assert self.jobs == 1
+        return super().features(job)
+
+
+class ForkedAndKilled(Forked):
+    """Its fork is killed with what it printed last, as by SGLang."""
+
+    def features(self, job: Job) -> np.ndarray | None:
+        print("RuntimeError: no scheduler", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+
+class ForkedAndDead(Forked):
+    """Its fork ends with an exit code."""
+
+    def features(self, job: Job) -> np.ndarray | None:
+        os._exit(4)
+
+
 class Hanging(Vllm):
     """Starts a process of its own, and never answers."""
 

@@ -39,8 +39,8 @@ class CustomLayout(Frozen):
         As in :class:`hsformat.layout.ServingLayout`.
     attention
         ``llama``, ``qwen3`` or ``mla``: which weights a layer of the draft has.
-    attention_bias, fc_bias
-        Whether q, k, v and ``fc`` have a bias.
+    attention_bias, output_bias, mlp_bias, fc_bias
+        Whether q, k and v, ``o_proj``, the MLP's projections and ``fc`` have a bias.
     embedding, head
         ``own``: the draft's where its folder has one, the target's otherwise. ``target`` (embedding): always the
         target's.
@@ -60,6 +60,8 @@ class CustomLayout(Frozen):
     later_layers_norm: Literal["input_layernorm", "hidden_norm"]
     attention: Literal["llama", "qwen3", "mla"]
     attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
     fc_bias: bool
     embedding: Literal["own", "target"]
     head: Literal["own"]
@@ -79,16 +81,17 @@ class CustomLayout(Frozen):
 
         return DraftRow(
             layout=draft.layout, architectures=(draft.architecture,), attention=self.attention,
-            readers=(IdReader(name="", keys=()),), count_keys=(), count_default=len(self.aux),
+            readers=(IdReader(name="", keys=(), positions="past_table"),), count_keys=(), count_default=len(self.aux),
             norm_before_residual=stated(self.norm_before_residual), norm_before_fc=stated(self.norm_before_fc),
             fc_norm=stated(self.fc_norm), norm_output=stated(self.norm_output),
-            attention_bias=stated(self.attention_bias), fc_bias=stated(self.fc_bias), embedding=self.embedding,
+            attention_bias=stated(self.attention_bias), output_bias=stated(self.output_bias),
+            mlp_bias=stated(self.mlp_bias), fc_bias=stated(self.fc_bias), embedding=self.embedding,
             head=self.head, tied_head="ignored", full_vocabulary_map=True, single_capture_skips_fc=False,
             max_layers=None, later_layers_norm=self.later_layers_norm, weight_prefixes=("", "model."),
             layer_names=("midlayer", "layers.0"), unknown_weights="dropped",
             rope_layouts=("rope_theta", "rope_parameters"),
             partial_rotary_keys=("partial_rotary_factor", "rope_parameters.partial_rotary_factor"),
-            positions="draft", shift=self.shift, versions=(self.version,), source="stated by a custom layout",
+            shift=self.shift, versions=(self.version,), source="stated by a custom layout",
             evidence="read",
         )  # fmt: skip
 

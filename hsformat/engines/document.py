@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hsformat.engines.options import BIASES
 from hsformat.engines.rows import CaptureRow, DraftRow, OptionRule
 from hsformat.engines.table import ENGINES, Engine
 from hsformat.engines.words import depths_text, rule_text, versions_text
@@ -82,7 +83,7 @@ def _draft(engine: Engine, row: DraftRow) -> Iterator[str]:
         yield f"- layer ids{f' ({reader.name})' if reader.name else ''}: {places or 'nowhere'}"
     counted = ", ".join(f"`{k}`" for k in row.count_keys)
     yield f"- captures that `fc` takes: {counted + ', otherwise ' if counted else ''}{row.count_default}"
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "fc_bias"):
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", *BIASES):
         yield f"- `{name}`: {_option(getattr(row, name))}"
     yield f"- embedding: {_EMBEDDING[row.embedding]}; head: {_HEAD[row.head]}"
     yield f"- `tie_word_embeddings: true`: {_TIED[row.tied_head]}"
@@ -98,9 +99,18 @@ def _draft(engine: Engine, row: DraftRow) -> Iterator[str]:
     yield f"- weights: {prefixed}the first layer is {names}; other names are {row.unknown_weights}"
     partial = ", ".join(f"`{k}`" for k in row.partial_rotary_keys)
     ropes = ", ".join(f"`{k}`" for k in row.rope_layouts)
-    yield f"- rotary embedding: {ropes}; share of a head: {partial}; positions bounded by the {row.positions}'s config"
+    yield f"- rotary embedding: {ropes}; share of a head: {partial}"
+    for reader in row.readers:
+        name = f" ({reader.name})" if reader.name else ""
+        yield f"- positions beyond the draft's `max_position_embeddings`{name}: {_POSITIONS[reader.positions]}"
 
 
+_POSITIONS = {
+    "drafted": "drafted as the others",
+    "not_drafted": "nothing is drafted",
+    "refused": "a draft whose number is below the target's context is refused at the start",
+    "past_table": "read past the end of the table of sines and cosines",
+}
 _EMBEDDING = {
     "own": "the draft's where its folder has one, otherwise the target's",
     "target": "the target's",

@@ -17,7 +17,7 @@ from hsformat.engines.custom import PREFIX, CustomLayout, load_custom
 from hsformat.engines.drafts import ABSENT, MAX_COUNT, Draft, lookup, read_draft, read_sizes
 from hsformat.engines.layer_ids import FedDepths, fed_depths
 from hsformat.engines.options import check_layers, read_options
-from hsformat.engines.positions import max_positions, read_ropes
+from hsformat.engines.positions import check_positions, max_positions, read_ropes
 from hsformat.engines.profile import EngineProfile, load_profile
 from hsformat.engines.rows import CaptureRow, DraftRow
 from hsformat.engines.sharing import check_sizes, embedding_of, head_of
@@ -180,6 +180,7 @@ def inspect_draft(draft: Draft, target: TargetFacts, rules: Rules) -> tuple[Serv
     sizes = read_sizes(draft, problems)
     options = read_options(draft, row, title, problems)
     limit = max_positions(draft, problems)
+    problems += check_positions(draft, limit, row, target, title)
     if sizes is None:
         return None, problems
     check_layers(draft, sizes, row, title, problems)

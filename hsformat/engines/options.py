@@ -13,9 +13,10 @@ from hsformat.engines.drafts import ABSENT, INNER, Draft, DraftSizes, lookup
 from hsformat.engines.rows import DraftRow, OptionRule
 from hsformat.problems import Problem, Severity, problem
 
-__all__ = ["NORMS", "DraftOptions", "check_layers", "norm_weight_owner", "read_options"]
+__all__ = ["BIASES", "NORMS", "DraftOptions", "check_layers", "norm_weight_owner", "read_options"]
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+BIASES = ("attention_bias", "output_bias", "mlp_bias", "fc_bias")
 
 _OTHER_NAMES = {"fc_norm": ("use_aux_norm",)}
 _MEANING = {
@@ -39,12 +40,14 @@ class DraftOptions:
     fc_norm: bool
     norm_output: bool
     attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
     fc_bias: bool
 
 
 def read_options(draft: Draft, row: DraftRow, title: str, problems: list[Problem]) -> DraftOptions:
     """Return what the engine applies; HS405 and HS603 are added to ``problems``."""
-    applied = {name: _read(draft, getattr(row, name), problems) for name in (*NORMS, "attention_bias", "fc_bias")}
+    applied = {name: _read(draft, getattr(row, name), problems) for name in (*NORMS, *BIASES)}
     for name in NORMS:
         rule: OptionRule = getattr(row, name)
         asked = [path for path in _places(name) if lookup(draft.config, path) is True]

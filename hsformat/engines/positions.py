@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from hsformat.engines.drafts import ABSENT, Draft, DraftSizes, lookup
 from hsformat.engines.rows import DraftRow
+from hsformat.engines.targets import TargetFacts
 from hsformat.problems import Problem, Severity, problem
 from hsformat.rotary import Rope
 from hsformat.target.families import FAMILIES, RopeRule
 from hsformat.target.rope import normalise_ropes
 
-__all__ = ["check_record_length", "max_positions", "read_ropes"]
+__all__ = ["check_positions", "check_record_length", "max_positions", "read_ropes"]
 
+_BEYOND = {
+    "not_drafted": "drafts nothing for longer sequences",
+    "refused": "refuses to start with a longer context",
+    "past_table": "reads past the end of its table of sines and cosines",
+}
 _LAYOUT_KEYS = {"rope_theta": ("rope_theta", "rope_scaling"), "rope_parameters": ("rope_parameters",)}
 
 
@@ -55,6 +61,24 @@ def max_positions(draft: Draft, problems: list[Problem]) -> int | None:
     return value
 
 
+def check_positions(draft: Draft, limit: int | None, row: DraftRow, target: TargetFacts, title: str) -> list[Problem]:
+    """Return HS407 (warning) if the target goes further than the draft and the engine then does not draft as before."""
+    reaction = {r.name: _BEYOND[r.positions] for r in row.readers if r.positions != "drafted"}
+    if limit is None or target.max_positions is None or limit >= target.max_positions or not reaction:
+        return []
+    said = "; ".join(f"{name or title} {what}" for name, what in reaction.items())
+    return [
+        problem(
+            "HS407",
+            where=draft.at(f"{draft.decoder_prefix}max_position_embeddings"),
+            got=f"{limit}, and the target's is {target.max_positions}: {said}",
+            expected=f"{target.max_positions}, as the target's",
+            fix="raise it, or serve with a context of at most this length",
+            severity=Severity.WARNING,
+        )
+    ]
+
+
 def check_record_length(limit: int | None, longest: int, *, where: str, draft: str) -> list[Problem]:
     """Return HS407 (warning) if a store's longest record has more tokens than a draft's positions (sglang#6783)."""
     if limit is None or longest <= limit:
@@ -65,7 +89,7 @@ def check_record_length(limit: int | None, longest: int, *, where: str, draft: s
             where=f"{draft}/config.json: max_position_embeddings",
             got=f"{limit}, and a record of {longest} tokens in {where}",
             expected=f"at least {longest}",
-            fix="raise it: tables of sines and cosines have this size, and positions beyond it are read past their end",
+            fix="raise it: beyond it an engine drafts nothing, or reads past the end of a table (docs/engines.md)",
             severity=Severity.WARNING,
         )
     ]

@@ -151,10 +151,17 @@ class IdReader(Frozen):
         As its people call it; empty: the engine has one.
     keys
         Where it looks; the first that is there and not empty counts.
+    positions
+        What it does with a draft at positions from the ``max_position_embeddings`` of the draft's config on, where
+        the target goes further. ``drafted``: as before, the table of sines and cosines being made as long as the
+        target's context. ``not_drafted``: it runs without the draft as soon as a sequence and the tokens to be drafted
+        do not fit. ``refused``: it does not start, unless its user limits the context or overrides the check, and
+        then drafts as before. ``past_table``: it reads past the end of a table of that size.
     """
 
     name: str
     keys: Annotated[tuple[IdKey, ...], FromList]
+    positions: Literal["drafted", "not_drafted", "refused", "past_table"]
 
 
 class DraftRow(Row):
@@ -178,8 +185,8 @@ class DraftRow(Row):
     norm_before_residual, norm_before_fc, fc_norm, norm_output
         The draft's norms: the residual of the first layer is the normed ``fc`` output; one RMSNorm over the
         concatenated captures; one RMSNorm a capture; the draft's own output is passed on after its final norm.
-    attention_bias, fc_bias
-        Whether q, k, v and ``fc`` have a bias.
+    attention_bias, output_bias, mlp_bias, fc_bias
+        Whether q, k and v, ``o_proj``, the MLP's projections and ``fc`` have a bias.
     embedding
         ``own``: the draft's where its folder has one, the target's otherwise. ``target``: always the target's.
         ``own_if_other_width``: the draft's only where ``target_hidden_size`` is stated and differs from its width.
@@ -204,8 +211,6 @@ class DraftRow(Row):
         Configs whose rotary embedding it reads: ``rope_theta`` (as Transformers 4 writes), ``rope_parameters`` (5).
     partial_rotary_keys
         Where it looks for the share of a head's dimensions that is rotated, dots for nesting.
-    positions
-        Whose ``max_position_embeddings`` bounds the draft's positions: ``draft`` or ``target``.
     shift
         Token, position and target of a training index.
     """
@@ -221,6 +226,8 @@ class DraftRow(Row):
     fc_norm: OptionRule
     norm_output: OptionRule
     attention_bias: OptionRule
+    output_bias: OptionRule
+    mlp_bias: OptionRule
     fc_bias: OptionRule
     embedding: Literal["own", "target", "own_if_other_width"]
     head: Literal["own", "own_unless_no_draft_vocab"]
@@ -234,5 +241,4 @@ class DraftRow(Row):
     unknown_weights: Literal["dropped", "refused"]
     rope_layouts: Annotated[tuple[Literal["rope_theta", "rope_parameters"], ...], Field(min_length=1), FromList]
     partial_rotary_keys: Texts
-    positions: Literal["draft", "target"]
     shift: Shift

@@ -28,13 +28,22 @@ _STREAM_KEYS = ("hc_mult", "hc_count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFacts:
-    """A target's architecture and sizes; ``folder`` is where its weights may be (None: they cannot be looked at)."""
+    """A target's architecture and sizes.
+
+    Attributes
+    ----------
+    max_positions
+        Its ``max_position_embeddings``; None: not known, as of a contract's target, or of no use to positions.
+    folder
+        Where its weights may be; None: they cannot be looked at.
+    """
 
     where: str
     architecture: str
     num_layers: int
     hidden_size: int
     vocab_size: int
+    max_positions: int | None
     folder: Path | None
 
 
@@ -55,6 +64,7 @@ def target_facts(target: Target) -> TargetFacts:
             num_layers=target.num_layers,
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
+            max_positions=None,
             folder=None,
         )
     folder = Path(target)
@@ -89,12 +99,14 @@ def _from_config(outer: Mapping[str, Any], path: Path) -> TargetFacts:
     if problems:
         raise ForeignFileError(problems)
     num_layers, hidden_size, vocab_size = sizes
+    limit = text.get("max_position_embeddings")
     return TargetFacts(
         where=str(path.parent),
         architecture=outer["architectures"][0],
         num_layers=num_layers,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
+        max_positions=limit if type(limit) is int and limit > 0 else None,
         folder=path.parent,
     )
 

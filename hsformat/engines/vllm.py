@@ -8,6 +8,8 @@ V1, which the CPU build runs) and ``v1/worker/gpu/spec_decode/eagle/eagle3_utils
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, OptionRule, Unsupported
 from hsformat.layout import EAGLE3_SHIFT
 
@@ -99,8 +101,8 @@ UNSUPPORTED = (
 _TOP = IdKey(path="eagle_aux_hidden_state_layer_ids", plus=0)
 _NESTED = IdKey(path="eagle_config.eagle_aux_hidden_state_layer_ids", plus=0)
 _DFLASH = IdKey(path="dflash_config.target_layer_ids", plus=1)
-_V1 = IdReader(name="model runner V1", keys=(_TOP, _NESTED, _DFLASH))
-_V2_EARLY = IdReader(name="model runner V2", keys=(_TOP, _DFLASH))
+_V1 = IdReader(name="model runner V1", keys=(_TOP, _NESTED, _DFLASH), positions="not_drafted")
+_V2_EARLY = IdReader(name="model runner V2", keys=(_TOP, _DFLASH), positions="past_table")
 _V2 = IdReader(
     name="model runner V2",
     keys=(
@@ -111,12 +113,13 @@ _V2 = IdReader(
         IdKey(path="dflash_config.layer_ids", plus=0),
         IdKey(path="eagle_config.layer_ids", plus=0),
     ),
+    positions="drafted",
 )
 _INNER = IdKey(path="transformer_layer_config.eagle_aux_hidden_state_layer_ids", plus=0)
 
 
-def _option(*keys: str, default: bool = False) -> OptionRule:
-    return OptionRule(keys=keys, combine="first", default=default)
+def _option(*keys: str, default: bool = False, combine: Literal["first", "any"] = "first") -> OptionRule:
+    return OptionRule(keys=keys, combine=combine, default=default)
 
 
 _DRAFT_FILES = (
@@ -143,6 +146,8 @@ _PLAIN = DraftRow(
     fc_norm=_option("fc_norm"),
     norm_output=_option("norm_output"),
     attention_bias=_option("attention_bias"),
+    output_bias=_option("attention_bias", "bias", combine="any"),
+    mlp_bias=_option("mlp_bias"),
     fc_bias=_option(),
     embedding="own",
     head="own",
@@ -156,7 +161,6 @@ _PLAIN = DraftRow(
     unknown_weights="refused",
     rope_layouts=("rope_theta", "rope_parameters"),
     partial_rotary_keys=("rope_parameters.partial_rotary_factor", "partial_rotary_factor"),
-    positions="target",
     shift=EAGLE3_SHIFT,
     source=f"EAGLE-3 decoding on a CPU (model runner V1, default options); V2 and the other options in {_DRAFT_FILES}",
     versions=("0.32.0",),
@@ -173,6 +177,8 @@ _QWEN3 = _draft(
     _PLAIN,
     architectures=("Eagle3Qwen3ForCausalLM", "Qwen3ForCausalLM"),
     attention="qwen3",
+    output_bias=_option(),
+    mlp_bias=_option(),
     count_keys=(
         "num_aux_layers",
         "num_aux_hidden_states",
@@ -188,6 +194,8 @@ _MLA = _draft(
     attention="mla",
     norm_before_fc=_option(),
     attention_bias=_option(),
+    output_bias=_option(),
+    mlp_bias=_option(),
     versions=_LATE,
     source="model_executor/models/deepseek_eagle3.py",
 )
@@ -195,11 +203,13 @@ _SPECULATORS = _draft(
     _PLAIN,
     layout="speculators",
     architectures=("llama",),
-    readers=tuple(IdReader(name=r.name, keys=(_TOP, _INNER)) for r in (_V2, _V1)),
+    readers=tuple(IdReader(name=r.name, keys=(_TOP, _INNER), positions=r.positions) for r in (_V2, _V1)),
     count_keys=("transformer_layer_config.num_aux_hidden_states",),
     norm_before_residual=_option("norm_before_residual", default=True),
     norm_before_fc=_option("norm_before_fc"),
     attention_bias=_option("transformer_layer_config.attention_bias"),
+    output_bias=_option("transformer_layer_config.attention_bias", "transformer_layer_config.bias", combine="any"),
+    mlp_bias=_option("transformer_layer_config.mlp_bias"),
     versions=_LATE,
     source="transformers_utils/configs/speculators/: the width of fc stays that of 3 captures (vllm#54526)",
 )
@@ -207,6 +217,8 @@ _SPECULATORS_QWEN3 = _draft(
     _SPECULATORS,
     architectures=("qwen3",),
     attention="qwen3",
+    output_bias=_option(),
+    mlp_bias=_option(),
     count_keys=(
         "transformer_layer_config.num_aux_layers",
         "transformer_layer_config.num_aux_hidden_states",
@@ -218,11 +230,10 @@ _EARLY = {
     "versions": ("0.24.0",),
     "readers": (_V1, _V2_EARLY),
     "full_vocabulary_map": True,
-    "positions": "draft",
 }  # fmt: skip
 _EARLY_SPECULATORS = {
     **_EARLY,
-    "readers": tuple(IdReader(name=r.name, keys=(_TOP, _INNER)) for r in (_V1, _V2_EARLY)),
+    "readers": tuple(IdReader(name=r.name, keys=(_TOP, _INNER), positions=r.positions) for r in (_V1, _V2_EARLY)),
     "fc_norm": _option("transformer_layer_config.fc_norm"),
     "norm_output": _option("transformer_layer_config.norm_output"),
 }

@@ -18,6 +18,7 @@ __all__ = ["EMBEDDING", "HEAD", "check_weights", "find_weight"]
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
+_QKV = ("q_proj", "k_proj", "v_proj")
 _WIDTHS = ("hidden", "captures")
 """Kinds of dimensions that come from a model's width: a wrong one is HS409, another wrong one HS411."""
 
@@ -110,12 +111,14 @@ def _expected(
             yield _Weight(f"{prefix}.{norm}.weight", (hidden,))
         for name, dims in _attention(draft, sizes, row, width, hidden).items():
             yield _Weight(f"{prefix}.self_attn.{name}.weight", dims)
-            if options.attention_bias and name in ("q_proj", "k_proj", "v_proj"):
+            if options.output_bias if name == "o_proj" else options.attention_bias and name in _QKV:
                 yield _Weight(f"{prefix}.self_attn.{name}.bias", dims[:1])
         inner = _Dim(sizes.intermediate_sizes)
-        for name in ("gate_proj", "up_proj"):
-            yield _Weight(f"{prefix}.mlp.{name}.weight", (inner, hidden))
-        yield _Weight(f"{prefix}.mlp.down_proj.weight", (hidden, inner))
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            dims = (hidden, inner) if name == "down_proj" else (inner, hidden)
+            yield _Weight(f"{prefix}.mlp.{name}.weight", dims)
+            if options.mlp_bias:
+                yield _Weight(f"{prefix}.mlp.{name}.bias", dims[:1])
 
 
 def _attention(

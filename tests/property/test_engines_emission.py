@@ -64,7 +64,8 @@ def served(keys: dict[str, Any], question: dict[str, Any], engine: str, version:
     assert draft is not None
     target = TargetFacts(
         where="target", architecture=question["architecture"], num_layers=question["num_layers"],
-        hidden_size=question["config"].target_hidden_size, vocab_size=question["config"].vocab_size, folder=None,
+        hidden_size=question["config"].target_hidden_size, vocab_size=question["config"].vocab_size,
+        max_positions=None, folder=None,
     )  # fmt: skip
     try:
         rules = rules_for(engine, version, draft, target, None)

@@ -19,7 +19,8 @@ from hsformat_trainer.gate import admit
 CUSTOM = {
     "hsformat_custom_layout": "1", "name": "ours", "version": "7", "aux": list(AUX), "norm_before_residual": False,
     "norm_before_fc": False, "fc_norm": False, "norm_output": False, "later_layers_norm": "input_layernorm",
-    "attention": "llama", "attention_bias": False, "fc_bias": False, "embedding": "target", "head": "own",
+    "attention": "llama", "attention_bias": False, "output_bias": False, "mlp_bias": False, "fc_bias": False,
+    "embedding": "target", "head": "own",
     "shift": {"token": 1, "position": 0, "distribution": 1, "target": 2},
 }  # fmt: skip
 
@@ -76,6 +77,7 @@ def test_an_existing_draft_is_taken(base, tmp_path):
         ({"draft_vocab_size": 20}, (), {"HS408", "HS411"}),
         ({}, ("midlayer.hidden_norm.weight",), {"HS411"}),
         ({"hidden_act": "gelu"}, (), {"HS410"}),
+        ({"attention_bias": True}, (), {"HS410"}),  # that of o_proj as well
         ({"rope_theta": 5.0}, (), {"HS407"}),  # and 10000 in rope_parameters
     ],
 )

@@ -7,7 +7,6 @@ import pytest
 from runs import contract_of, make_config, make_run, make_store, make_target
 
 from hsformat.engines.vocabulary import check_map
-from hsformat.problems import ContractMismatch
 from hsformat.store import Store
 from hsformat.testing import tiny_record
 from hsformat_trainer.gate import admit
@@ -69,13 +68,25 @@ def test_a_whole_vocabulary_has_no_map_even_beside_one(tmp_path):  # speculators
     assert admit(make_config(tmp_path, draft_vocab_size=32000)).spec.draft_vocab_size == 100  # no more than there are
 
 
-def test_fewer_ids_in_the_data_than_rows_of_the_head():  # SafeAILab/EAGLE#248, #222: 1746 ids beside a head of 32000
-    counts = np.zeros(50_000)
-    counts[:1746] = 1
-    with pytest.raises(ContractMismatch) as refused:
-        make_vocabulary(counts, 32_000, always=(49_999,))
-    (p,) = refused.value.problems
-    assert (p.code, "1747" in p.got, "32000" in p.expected) == ("HS408", True, True)
+# SafeAILab/EAGLE#248, #222: a map of 1746 ids beside a head of 32000
+def test_fewer_ids_in_the_data_than_rows_of_the_head_are_filled_up():
+    counts, others = np.zeros((2, 50_000))
+    counts[10_000:11_746] = 1
+    others[[40_000, 11_000]] = 5, 9  # of prompts
+    vocabulary = make_vocabulary(counts, 32_000, always=(49_999,), others=others)
+    assert len(vocabulary.d2t) == vocabulary.t2d.sum() == 32_000
+    ids = vocabulary.target_ids
+    assert bool((np.diff(ids) > 0).all())
+    assert vocabulary.t2d[[10_000, 11_745, 49_999, 40_000]].all()
+    assert vocabulary.filled == 32_000 - 1_747
+    assert ids[:3].tolist() == [0, 1, 2]  # the earliest merges
+    assert vocabulary.coverage == 1.0
+    assert "30,253 of the ids are not supervised" in vocabulary.line
+    assert check_map(vocabulary.d2t, vocabulary.t2d, size=32_000, total=50_000, where="") == []
+    short = check_map(vocabulary.d2t[:1746], vocabulary.t2d, size=32_000, total=50_000, where="")
+    assert {p.code for p in short} == {"HS408"}
+    assert "1746" in short[0].got
+    assert "32000" in short[0].expected
 
 
 @pytest.mark.parametrize("size", [16, 20])
@@ -84,6 +95,16 @@ def test_another_size_is_another_map(tmp_path, size):  # SpecForge PR#602: a map
     vocabulary = vocabulary_for(config, admit(config))
     assert len(vocabulary.d2t) == size == vocabulary.t2d.sum()
     assert bool((np.diff(vocabulary.target_ids) > 0).all())
+
+
+def test_what_ends_a_text_is_inside_before_other_special_ids(tmp_path):
+    special = range(10, 40)
+    config = make_config(tmp_path, draft_vocab_size=3, held_out="none")
+    target = make_target(tmp_path / "target", eos=(77,), special=special)
+    make_store(tmp_path / "data.hs.zarr", contract_of(target), count=2)
+    admitted = admit(config)
+    assert admitted.special_ids == (77, *special)
+    assert vocabulary_for(config, admitted).target_ids.tolist() == [10, 11, 77]
 
 
 def test_equally_frequent_ids_are_chosen_alike_everywhere():

@@ -110,7 +110,8 @@ def test_a_profile_holds_what_was_proved_of_its_version(change):
 STATED = {
     "hsformat_custom_layout": "1", "name": "ours", "version": "7", "aux": ["d2", "d15", "d27"],
     "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-    "later_layers_norm": "input_layernorm", "attention": "llama", "attention_bias": False, "fc_bias": False,
+    "later_layers_norm": "input_layernorm", "attention": "llama", "attention_bias": False, "output_bias": False,
+    "mlp_bias": False, "fc_bias": False,
     "embedding": "target", "head": "own", "shift": {"token": 1, "position": 0, "distribution": 1, "target": 2},
 }  # fmt: skip
 

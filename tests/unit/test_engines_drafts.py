@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from draft_folders import (
     IDS,
+    INNER,
     VD,
     H,
     V,
@@ -144,8 +145,31 @@ def test_a_weight_that_nothing_takes(look):
     assert look.warnings == ["HS411"]
     assert look(VLLM) == ["HS411"]
     weights = draft_weights(**{"midlayer.self_attn.q_proj.bias": np.ones(16, np.float32)})
-    assert look(SGLANG, config={"attention_bias": True}, weights=weights) == ["HS411"]  # a trained bias is lost
-    assert look(VLLM) == ["HS411", "HS411"]  # and it misses those of k and v
+    # A trained bias is lost, and that of o_proj is missing.
+    assert look(SGLANG, config={"attention_bias": True}, weights=weights) == ["HS411", "HS411"]
+    assert look(VLLM) == ["HS411"] * 3  # of k, v and o_proj
+
+
+@BOTH
+@pytest.mark.parametrize("key", ["attention_bias", "bias"])
+def test_a_bias_of_o_proj_is_demanded(look, engine, key):
+    """Either key makes one in both engines, and a folder without it leaves it as the memory was."""
+    name = "midlayer.self_attn.o_proj.bias"
+    biases = {f"midlayer.self_attn.{p}_proj.bias": np.ones(n, np.float32) for p, n in (("q", 16), ("k", 8), ("v", 8))}
+    weights = draft_weights(**{"attention_bias": biases, "bias": {"fc.bias": np.ones(H, np.float32)}}[key])
+    look(engine, config={key: True}, weights=weights)
+    assert f"{look.draft}: {name}" in {p.where for p in look.problems if p.code == "HS411"}
+    weights[name] = np.ones(H, np.float32)
+    look(engine, config={key: True}, weights=weights)
+    assert name not in str(look.problems)
+
+
+def test_biases_of_the_mlp(look):
+    names = {"gate": INNER, "up": INNER, "down": H}
+    weights = draft_weights(**{f"midlayer.mlp.{p}_proj.bias": np.ones(n, np.float32) for p, n in names.items()})
+    assert look(VLLM, config={"mlp_bias": True}, weights=weights) == []
+    assert look(SGLANG) == ["HS411"] * 3  # it has none
+    assert look(VLLM, config={"mlp_bias": True}) == ["HS411"] * 3
 
 
 def test_a_quantised_draft_is_not_checked(look):
@@ -407,6 +431,24 @@ def test_both_layouts_of_a_config(look, engine):  # sfllm PR#32, Model-Optimizer
     older = look.layout
     assert look(engine, config={"rope_theta": ..., "rope_parameters": {**scaling, "rope_theta": 500000.0}}) == []
     assert look.layout == older
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (VLLM, "131072: model runner V1 drafts nothing for longer sequences"),
+        (("vllm", "0.24.0"), "nothing for longer sequences; model runner V2 reads past the end"),
+        (SGLANG, "SGLang refuses to start with a longer context"),
+    ],
+)
+def test_a_draft_for_fewer_positions_than_the_target_has(look, tmp_path, engine, said):  # sglang#6783, vllm#48894
+    target = write_target(tmp_path / "long", target_config(max_position_embeddings=131072))
+    assert look(engine, target=target) == []
+    (warning,) = look.problems
+    assert (warning.code, warning.severity) == ("HS407", Severity.WARNING)
+    assert said in warning.got
+    assert look(engine, config={"max_position_embeddings": 131072}, target=target) == []
+    assert look.problems == []
 
 
 def test_a_layout_that_the_engines_transformers_does_not_read(look):

@@ -48,6 +48,7 @@ VLLM = {
         ("AsGiven", {"order": "as_given", "duplicates": "repeated", "norm": "final", "default": ()}),
         ("OtherDefault", {"shift": 1, "lowest": 1, "deepest": "N-1", "default": ("2", "N//2+1", "N-3")}),
         ("Noisy", {}),
+        ("Forked", {}),
     ],
 )
 def test_what_an_engine_does_is_proved(engine, differs, tmp_path):
@@ -88,6 +89,8 @@ def test_what_no_rule_describes_is_refused_and_shown(engine):
         ("RunsNoDraft", "fc was not run"),
         ("Dead", "exit code 3): RuntimeError: no device here"),
         ("Killed", "SIGKILL"),
+        ("ForkedAndKilled", "SIGKILL): RuntimeError: no scheduler"),
+        ("ForkedAndDead", "exit code 4"),
         ("NoSuchEngine", "no attribute 'NoSuchEngine'"),
     ],
 )

@@ -5,6 +5,7 @@ The engine is a computation by a row; real ones are in tests/engines.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ N = 9
 ENGINES = {"vllm": "0.32.0", "sglang": "0.5.23"}
 FACTS = TargetFacts(
     where="target", architecture="LlamaForCausalLM", num_layers=N, hidden_size=tiny.HIDDEN, vocab_size=tiny.VOCAB,
-    folder=None,
+    max_positions=256, folder=None,
 )  # fmt: skip
 
 
@@ -69,7 +70,9 @@ def serve(folders: Path, row: DraftRow, engine: str, target: Target) -> list[Ser
     out = []
     for trial in draft_trials():
         logits, outcome = [tiny.draw(trial.name, 3, tiny.DRAFT_VOCAB)], None
-        if not trial.works(row) and trial.loud:
+        if trial.silent(row):
+            logits = [tiny.draw(trial.name, 3, tiny.VOCAB)]  # the target's alone
+        elif not trial.works(row) and trial.loud:
             logits, outcome = [], "KeyError: no such weight"
         reading = _read(folders / trial.name, rules, FACTS)
         if trial.works(row) and reading is not None:
@@ -105,7 +108,7 @@ def test_an_engine_that_does_what_the_row_says_is_proved(engine, served, target)
     assert max(m.relative_error for m in figures if m.relative_error is not None) < 1e-5
 
 
-_NOT_ASKED = {"versions", "source", "evidence", "layout", "architectures", "attention", "positions"}
+_NOT_ASKED = {"versions", "source", "evidence", "layout", "architectures", "attention"}
 OFF = {"keys": (), "combine": "first", "default": False}
 
 
@@ -116,18 +119,29 @@ def changed(row: DraftRow) -> dict[str, list[Any]]:
         own = getattr(row, name).model_dump()
         return [v for v in (OFF, {**OFF, "default": True}, *others) if {**own, **v} != own]
 
+    def reader(keys: Sequence[IdKey], **facts: Any) -> IdReader:
+        return IdReader.model_validate({"name": "", "keys": tuple(keys), "positions": beyond, **facts})
+
+    beyond = row.readers[0].positions
     top = {**OFF, "keys": ("norm_before_residual",)}
     places = [IdKey(path="eagle_aux_hidden_state_layer_ids", plus=0), *row.readers[0].keys[1:]]
     return {
-        "readers": [(IdReader(name="", keys=tuple(places[:1])),), (IdReader(name="", keys=row.readers[0].keys[-1:]),)]
-        if len(row.readers[0].keys) > 1
-        else [(IdReader(name="", keys=tuple(places)),), (IdReader(name="", keys=(*row.readers[0].keys, *places)),)],
+        "readers": [
+            *(
+                [(reader(places[:1]),), (reader(row.readers[0].keys[-1:]),)]
+                if len(row.readers[0].keys) > 1
+                else [(reader(places),), (reader([*row.readers[0].keys, *places]),)]
+            ),
+            *((reader(row.readers[0].keys, positions=p),) for p in ("drafted", "not_drafted") if p != beyond),
+        ],
         "count_keys": [(), (*row.count_keys, "eagle_aux_hidden_state_layer_ids")],
         "norm_before_residual": option("norm_before_residual", top),
         "norm_before_fc": option("norm_before_fc", {**OFF, "keys": ("norm_before_fc",)}),
         "fc_norm": option("fc_norm"),
         "norm_output": option("norm_output", {**OFF, "keys": ("norm_output", "eagle_config.norm_output")}),
         "attention_bias": option("attention_bias", {**OFF, "keys": ("attention_bias",)}),
+        "output_bias": option("output_bias", {**OFF, "keys": ("attention_bias",)}, {**OFF, "keys": ("bias",)}),
+        "mlp_bias": option("mlp_bias", {**OFF, "keys": ("mlp_bias",)}),
         "fc_bias": option("fc_bias", {**OFF, "keys": ("bias",)}),
         "embedding": [v for v in ("own", "target") if v[:3] != row.embedding[:3] and row.embedding != v],
         "tied_head": [{"ignored": "embedding", "embedding": "ignored"}[row.tied_head]],

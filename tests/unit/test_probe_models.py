@@ -41,8 +41,8 @@ def save_draft(folder: Path, ids: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM",
-     "DeepseekV3ForCausalLM"],
+    ["LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM",
+     "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"],
 )  # fmt: skip
 def test_depths_of_a_tiny_target_are_far_apart_and_are_transformers_own(architecture, tmp_path):
     tiny.save_target(tmp_path, architecture, N, dtype="float32")

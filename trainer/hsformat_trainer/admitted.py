@@ -81,7 +81,7 @@ class Admitted:
     sources
         What is trained and evaluated on.
     special_ids
-        Target ids that are in every draft vocabulary: the target's end-of-sequence and special tokens.
+        Target ids that are in every draft vocabulary: those that end a text, and after them the special tokens.
     origins
         How records came about (generation, chat template, producer) and how many, worst mixed first.
     notes

@@ -246,9 +246,11 @@ def _trainable(draft: Draft, rows: Sequence[DraftRow], problems: list[Problem]) 
             expected = "llama: what is trained has q, k, v and o projections alone"
             problems.append(problem("HS410", where=where, got=row.attention, expected=expected, fix=fix))
     options = [read_options(draft, row, "", []) for row in rows]
-    if any(o.fc_bias for o in options):
-        where, fix = draft.at("bias"), "begin a new draft, or one without it"
-        problems.append(problem("HS410", where=where, got="a bias of fc", expected="fc without a bias", fix=fix))
+    biased = [n for n in ("output_bias", "mlp_bias", "fc_bias") if any(getattr(o, n) for o in options)]
+    if biased:
+        fix = "begin a new draft, or one without them"
+        got, expected = f"{', '.join(biased)}, which are applied", "biases of q, k and v alone, or none"
+        problems.append(problem("HS410", where=draft.at("biases"), got=got, expected=expected, fix=fix))
     if len({o.attention_bias for o in options}) > 1:
         got = "biases of q, k and v that one engine applies and another does not"
         problems.append(problem("HS411", where=draft.at("attention_bias"), got=got, expected="the same in all engines"))

@@ -55,9 +55,12 @@ def build(config: TrainConfig, admitted: Admitted, processes: Processes, *, tota
     HsError
         A folder of weights cannot be read.
     """
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    target = TargetHead.load(admitted.target_folder, admitted.target, dtype=dtype, device=processes.device)
+    target = TargetHead.load(admitted.target_folder, admitted.target, dtype=None, device=processes.device)
     vocabulary = vocabulary_for(config, admitted)
+    if processes.first:
+        print(
+            f"vocabulary: {admitted.target.vocab_size} ids, all" if vocabulary is None else vocabulary.line, flush=True
+        )
     draft = Draft(admitted.spec, vocabulary=vocabulary, target=target, init=config.init or "random")
     draft.float()  # master weights; products are autocast's
     model = processes.prepare(Objective(draft, target, config, processes))

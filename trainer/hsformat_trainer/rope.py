@@ -74,7 +74,8 @@ def _frequencies(spec: DraftSpec, kind: str) -> tuple[torch.Tensor, float]:
         kind, parameters = "linear", {**parameters, "rope_type": "linear", "factor": 1.0}
     top = {k: v for k, v in parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
     config = LlamaConfig(
-        hidden_size=spec.hidden_size,
+        hidden_size=spec.num_heads
+        * spec.head_dim,  # a config whose two numbers disagree is refused; heads are what counts
         num_attention_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

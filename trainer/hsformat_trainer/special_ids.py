@@ -24,21 +24,22 @@ def end_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def special_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end generation and those that the tokenizer marks as special, ascending.
+    """Return the ids that end generation, and after them those that the tokenizer marks as special.
 
     Raises
     ------
     ForeignFileError
         HS602: a file is no JSON.
     """
-    found = set(end_ids(folder, vocab_size))
+    ends = end_ids(folder, vocab_size)
+    found: set[int] = set()
     path = folder / "tokenizer.json"
     if path.is_file():
         added = read_object(path).get("added_tokens")
         for entry in added if isinstance(added, list) else []:
             if isinstance(entry, dict) and entry.get("special") is True:
                 found |= _ids(entry.get("id"))
-    return tuple(sorted(i for i in found if 0 <= i < vocab_size))
+    return (*ends, *sorted(i for i in found - set(ends) if 0 <= i < vocab_size))
 
 
 def _ids(value: Any) -> set[int]:

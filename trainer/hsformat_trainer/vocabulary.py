@@ -1,8 +1,9 @@
 """The draft's vocabulary: the target ids that it can propose, by frequency in what it is trained on.
 
 Counted are the supervised tokens of the training records, weighted as they are trained on, by reading ids and masks and
-never the states. The ids that end a text and the target's special tokens are always inside. NumPy alone: importing this
-module brings no torch.
+never the states. The ids that end a text and the target's special tokens are always inside. Where the data has fewer
+different supervised ids than are asked for, the rest are ids of its prompts, and then the lowest ids (of a byte-pair
+encoding the earliest merges); how many they are is said. NumPy alone: importing this module brings no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from hsformat.engines.drafts import read_draft
 from hsformat.engines.vocabulary import check_map
-from hsformat.problems import ContractMismatch, ForeignFileError, problem
+from hsformat.problems import ContractMismatch, ForeignFileError
 from hsformat_trainer.admitted import Admitted, Source
 from hsformat_trainer.config import TrainConfig
 
@@ -36,11 +37,14 @@ class DraftVocabulary:
         [V] bool: whether a target id is in the draft's vocabulary.
     coverage
         Share of the supervised tokens, of those that were counted, whose ids are in it.
+    filled
+        How many of its ids are neither supervised in the data nor special.
     """
 
     d2t: npt.NDArray[np.int64]
     t2d: npt.NDArray[np.bool_]
     coverage: float
+    filled: int = 0
 
     @property
     def target_ids(self) -> npt.NDArray[np.int64]:
@@ -51,7 +55,9 @@ class DraftVocabulary:
     @property
     def line(self) -> str:
         """What it is, for people."""
-        return f"draft vocabulary: {len(self.d2t):,} of {len(self.t2d):,} ids, {self.coverage:.2%} of supervised tokens"
+        covered = f"{len(self.d2t):,} of {len(self.t2d):,} ids, {self.coverage:.2%} of supervised tokens"
+        filled = f"; {self.filled:,} of the ids are not supervised in the data" if self.filled else ""
+        return f"draft vocabulary: {covered}{filled}"
 
 
 def vocabulary_for(
@@ -69,17 +75,15 @@ def vocabulary_for(
 
     Raises
     ------
-    ContractMismatch
-        HS408: the training records have fewer different supervised tokens.
     ForeignFileError
         The map of ``config.init`` cannot be read any more.
     """
     size, total = admitted.spec.draft_vocab_size, admitted.spec.vocab_size
     if size >= total:
         return None
-    counts = count_tokens(admitted.sources, total, tick=tick)
+    counts, others = count_tokens(admitted.sources, total, tick=tick)
     if config.init is None:
-        return make_vocabulary(counts, size, always=admitted.special_ids)
+        return make_vocabulary(counts, size, others=others, always=admitted.special_ids)
     draft, problems = read_draft(config.init)
     if draft is None or draft.d2t is None:
         raise ForeignFileError(problems)  # the gate has read it: it has changed since
@@ -90,57 +94,63 @@ def vocabulary_for(
 
 def count_tokens(
     sources: Sequence[Source], vocab_size: int, *, tick: Tick = lambda done, total: None
-) -> npt.NDArray[np.float64]:
-    """Return [V]: how often each target id is supervised in the training records, times the weight of their source."""
-    counts = np.zeros(vocab_size, np.float64)
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return [V] and [V]: how often each target id is supervised in the training records, and how often it is not.
+
+    Both times the weight of the source.
+    """
+    counts, others = np.zeros((2, vocab_size), np.float64)
     total, done = sum(len(s.train) for s in sources), 0
     for s in sources:
-        own = np.zeros(vocab_size, np.int64)
         for row in s.train:
             record = s.source.read(int(row), captures=())
-            own += np.bincount(record.input_ids[record.loss_mask != 0], minlength=vocab_size)
+            for found, chosen in ((counts, record.loss_mask != 0), (others, record.loss_mask == 0)):
+                ids, n = np.unique(record.input_ids[chosen], return_counts=True)
+                found[ids] += n * s.weight
             done += 1
             tick(done, total)
-        counts += own * s.weight
-    return counts
+    return counts, others
 
 
-def make_vocabulary(counts: npt.NDArray[np.float64], size: int, *, always: Sequence[int]) -> DraftVocabulary:
+def make_vocabulary(
+    counts: npt.NDArray[np.float64],
+    size: int,
+    *,
+    always: Sequence[int],
+    others: npt.NDArray[np.float64] | None = None,
+) -> DraftVocabulary:
     """Return the vocabulary of the ``size`` most frequent ids; of equally frequent ones, the lower.
 
     Parameters
     ----------
     counts
-        [V] how often each target id occurs.
+        [V] how often each target id is supervised.
     always
         Ids that are inside in any case, the first of them if they are more than ``size``.
+    others
+        [V] how often each id is there and not supervised, which decides between ids that are never supervised.
 
     Raises
     ------
     ContractMismatch
-        HS408: fewer than ``size`` ids occur (SafeAILab/EAGLE#248: a map of 1,746 ids beside a head of 32,000).
+        HS408: the map does not hold what was asked for: a defect.
     """
     total = len(counts)
     inside = np.zeros(total, np.bool_)
     inside[np.array(always[:size], np.int64)] = True
-    room = size - int(inside.sum())
-    order = np.argsort(-np.where(inside, -1.0, counts), kind="stable")
-    chosen = order[:room]
-    occur = int((counts[chosen] > 0).sum())
-    if occur < room:
-        most = occur + int(inside.sum())
-        got = f"{most} target ids that are supervised in the training records, or special"
-        fix = f"say --draft-vocab-size {most} or fewer, give more data, or leave it out for the whole vocabulary"
-        expected = f"at least {size}, the size of the draft's vocabulary"
-        raise ContractMismatch(problem("HS408", where="--draft-vocab-size", got=got, expected=expected, fix=fix))
-    inside[chosen] = True
+    special = inside.copy()
+    second = np.zeros(total) if others is None else others
+    order = np.lexsort((np.arange(total), -second, -counts, inside))  # those inside already come last
+    inside[order[: size - int(inside.sum())]] = True
     ids = np.flatnonzero(inside).astype(np.int64)
-    return _checked(ids - np.arange(size, dtype=np.int64), inside, counts)
+    filled = int((inside & ~special & (counts == 0)).sum())
+    return _checked(ids - np.arange(size, dtype=np.int64), inside, counts, filled=filled)
 
 
 def _checked(
-    d2t: npt.NDArray[np.int64], t2d: npt.NDArray[np.bool_], counts: npt.NDArray[np.float64]
+    d2t: npt.NDArray[np.int64], t2d: npt.NDArray[np.bool_], counts: npt.NDArray[np.float64], *, filled: int = 0
 ) -> DraftVocabulary:
     if wrong := check_map(d2t, t2d, size=len(d2t), total=len(t2d), where="draft vocabulary"):
         raise ContractMismatch(wrong)
-    return DraftVocabulary(d2t=d2t, t2d=t2d, coverage=float(counts[t2d].sum() / max(counts.sum(), 1e-300)))
+    coverage = float(counts[t2d].sum() / max(counts.sum(), 1e-300))
+    return DraftVocabulary(d2t=d2t, t2d=t2d, coverage=coverage, filled=filled)

@@ -114,8 +114,9 @@ class _Run:
                 x = _rms(residual_H, self._weight(f"{name}.{layout.later_layers_norm}.weight"))
             residual_H = residual_H + self._attention(name, i, x, position)
             x = _rms(residual_H, self._weight(f"{name}.post_attention_layernorm.weight"))
-            gate, up = self._linear(f"{name}.mlp.gate_proj", x), self._linear(f"{name}.mlp.up_proj", x)
-            out_H = self._linear(f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+            biased = self._read.options.mlp_bias
+            gate, up = (self._linear(f"{name}.mlp.{p}_proj", x, bias=biased) for p in ("gate", "up"))
+            out_H = self._linear(f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up, bias=biased)
         return residual_H + out_H
 
     def _attention(self, name: str, layer: int, x: Array, position: int) -> Array:
@@ -129,7 +130,8 @@ class _Run:
         scores = np.stack([q @ past.T for past in keys], axis=-1)[:, 0] / tiny.HEAD_DIM**0.5  # one key head
         share = np.exp(scores - scores.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
-        return self._linear(f"{name}.self_attn.o_proj", (share @ np.concatenate(values)).reshape(-1))
+        out = (share @ np.concatenate(values)).reshape(-1)
+        return self._linear(f"{name}.self_attn.o_proj", out, bias=self._read.options.output_bias)
 
     def _linear(self, name: str, x: Array, *, bias: bool = False) -> Array:
         weight = self._weight(f"{name}.weight")

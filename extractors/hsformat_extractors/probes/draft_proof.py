@@ -155,9 +155,12 @@ def _compare(
 
 
 def _agrees(served: ServedDraft, row: DraftRow, *, same: bool) -> bool:
-    """Return whether the engine did what a row says: computed the logits that follow from it, or failed."""
+    """Return whether the engine did what a row says: computed the logits that follow from it, none, or failed."""
     if served.trial.works(row):
         return same
+    if served.trial.silent(row):
+        drafted = any(x.shape[-1] == tiny.DRAFT_VOCAB for x in served.logits)
+        return served.outcome is None and len(served.logits) > 0 and not drafted
     failed = served.outcome is not None or not served.logits
     return not same and (failed or not served.trial.loud)
 
@@ -182,6 +185,8 @@ def _nearest(logits: Sequence[npt.NDArray[Any]], wanted_V: npt.NDArray[Any]) -> 
 def _measurement(c: _Compared) -> Measurement:
     trial = c.served.trial
     outcome = "served as hsformat reads it" if c.same else "served otherwise, as hsformat says of it"
+    if c.error == float("inf"):
+        outcome = "nothing was drafted"
     return Measurement(
         asked=f"draft: {trial.asked}",
         depths=c.depths if c.same else (),

@@ -1,8 +1,8 @@
 """Draft folders that show what an engine makes of a draft: the facts of a :class:`~hsformat.engines.rows.DraftRow`.
 
-All but ``positions``, which short prompts do not show, and of ``shift`` the token: positions that all move by one give
-the same attention. Each folder is a plain one with a few changes. What hsformat says of it by a row must be what the
-engine computes; where the engine must fail on it, ``works`` says by which fact of the row. Pure data.
+Of ``shift`` the token alone: positions that all move by one give the same attention. Each folder is a plain one with a
+few changes. What hsformat says of it by a row must be what the engine computes; where the engine must fail on it,
+``works`` says by which fact of the row. Pure data.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ def _always(_row: DraftRow) -> bool:
     return True
 
 
+def _never(_row: DraftRow) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftTrial:
     """One draft folder.
@@ -47,6 +51,8 @@ class DraftTrial:
         Added to the weights, in place of those of the same name; None: removed.
     works, loud
         Whether the engine serves it as hsformat reads it, by a row; whether it says so if it does not.
+    silent
+        Whether by a row the engine generates without the draft, and says nothing of it.
     """
 
     name: str
@@ -58,6 +64,7 @@ class DraftTrial:
     weights: Mapping[str, tiny.Array | None] = field(default_factory=dict)
     works: Callable[[DraftRow], bool] = _always
     loud: bool = True
+    silent: Callable[[DraftRow], bool] = _never
     hidden: int = tiny.HIDDEN
 
     def config(self, dtype: str) -> dict[str, Any]:
@@ -97,8 +104,11 @@ def _options() -> tuple[DraftTrial, ...]:
         f"midlayer.self_attn.{p}_proj.bias": tiny.draw(f"{p}.bias", n)
         for p, n in (("q", tiny.HEADS * tiny.HEAD_DIM), ("k", tiny.HEAD_DIM), ("v", tiny.HEAD_DIM))
     }
-    # vLLM 0.32.0 makes one of either key, and leaves it as its memory was if the folder has none.
-    no_bias = {"midlayer.self_attn.o_proj.bias": np.zeros(h, np.float32)}
+    out = {"midlayer.self_attn.o_proj.bias": tiny.draw("o.bias", h)}
+    mlp = {
+        f"midlayer.mlp.{p}_proj.bias": tiny.draw(f"{p}.bias", n)
+        for p, n in (("gate", tiny.INNER), ("up", tiny.INNER), ("down", h))
+    }
     norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     nested = {_IDS: list(_AUX)}
     return (
@@ -114,10 +124,12 @@ def _options() -> tuple[DraftTrial, ...]:
                    keys={"norm_before_fc": False, "eagle_config": {**nested, "norm_before_fc": True}}),
         DraftTrial(name="nested", asked="norm_before_residual and norm_output true in eagle_config", facts=norms,
                    keys={"eagle_config": {**nested, "norm_before_residual": True, "norm_output": True}}),
-        DraftTrial(name="attention-bias", asked="attention_bias true", facts=("attention_bias",),
-                   keys={"attention_bias": True}, weights={**qkv, **no_bias}),
-        DraftTrial(name="fc-bias", asked="bias true, with fc.bias", facts=("fc_bias",), keys={"bias": True},
-                   weights={"fc.bias": tiny.draw("fc.bias", h), **no_bias}),
+        DraftTrial(name="attention-bias", asked="attention_bias true, with biases of q, k, v and o_proj",
+                   facts=("attention_bias", "output_bias"), keys={"attention_bias": True}, weights={**qkv, **out}),
+        DraftTrial(name="bias", asked="bias true, with biases of fc and o_proj", facts=("fc_bias", "output_bias"),
+                   keys={"bias": True}, weights={"fc.bias": tiny.draw("fc.bias", h), **out}),
+        DraftTrial(name="mlp-bias", asked="mlp_bias true, with biases of the MLP", facts=("mlp_bias",),
+                   keys={"mlp_bias": True}, weights=mlp),
     )  # fmt: skip
 
 
@@ -179,6 +191,10 @@ def _rope() -> tuple[DraftTrial, ...]:
         DraftTrial(name="partial", asked="partial_rotary_factor 0.5", facts=("partial_rotary_keys",),
                    keys={"partial_rotary_factor": 0.5, "rope_theta": 50.0}, loud=False,
                    works=lambda row: "partial_rotary_factor" in row.partial_rotary_keys),
+        DraftTrial(name="positions", asked=f"max_position_embeddings 8, of {len(tiny.PROMPT)} tokens",
+                   facts=("readers",), keys={"max_position_embeddings": 8},
+                   works=lambda row: row.readers[0].positions == "drafted",
+                   silent=lambda row: row.readers[0].positions == "not_drafted"),
     )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ class Probe:
             target=targets[n],
             tolerance=TOLERANCE[request.dtype],
             source=f"hsformat engines probe (hsformat {hsformat.__version__}): logits of two drafted tokens of "
-            f"{len(draft_trials())} folders against NumPy (all but positions, which the tables have)",
+            f"{len(draft_trials())} folders against NumPy",
         )
         request.report(f"{len(figures)} draft folders are served as hsformat reads them")
         return (row,), figures

@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ANSWER", "FEATURES", "LOGITS", "Driver", "Job", "job_of", "write_array"]
+__all__ = ["ANSWER", "FEATURES", "LOGITS", "Driver", "Forking", "Job", "job_of", "write_array"]
 
 ANSWER, FEATURES, LOGITS = "answer.json", "features.npy", "logits-{}.npy"
 """Files of a job's folder: the answer, written last; the input of ``fc``, [T, K * H]; logits, [n, V], by number."""
@@ -66,6 +67,15 @@ class Driver(Protocol):
         ...
 
 
+@runtime_checkable
+class Forking(Protocol):
+    """A driver whose jobs may each be served by a fork of the child process, so that an engine is imported once."""
+
+    def prepare(self) -> bool:
+        """Import what the jobs need; return whether to fork. No thread may be running then."""
+        ...
+
+
 def write_array(path: Path, array: npt.NDArray[Any]) -> None:
     """Write an array so that it is there whole or not at all."""
     part = path.with_suffix(".part")
@@ -88,16 +98,36 @@ def job_of(data: Mapping[str, Any]) -> Job:
     return Job(**{**data, "prompt": tuple(data["prompt"]), "vocabularies": tuple(data["vocabularies"])})
 
 
+def _answer(driver: Driver, job: Job) -> None:
+    answer = Path(job.out) / ANSWER
+    part = answer.with_suffix(".part")
+    part.write_text(json.dumps(_serve(driver, job)), encoding="utf-8")
+    part.replace(answer)
+
+
+def _in_a_fork(driver: Driver, job: Job) -> None:
+    """Serve a job in a fork; what kills it kills this process."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        _answer(driver, job)
+        sys.stdout.flush()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        os.kill(os.getpid(), os.WTERMSIG(status))
+        signal.pause()  # until it arrives
+    if code := os.WEXITSTATUS(status):
+        os._exit(code)
+
+
 def main() -> None:
     """Serve the jobs of stdin."""
     module, _, name = sys.argv[1].partition(":")
     driver: Driver = getattr(importlib.import_module(module), name)()
+    serve = _in_a_fork if isinstance(driver, Forking) and driver.prepare() else _answer
     for line in sys.stdin:
-        job = job_of(json.loads(line))
-        answer = Path(job.out) / ANSWER
-        part = answer.with_suffix(".part")
-        part.write_text(json.dumps(_serve(driver, job)), encoding="utf-8")
-        part.replace(answer)
+        serve(driver, job_of(json.loads(line)))
     sys.stdout.flush()
     os._exit(0)  # an engine's threads and exit handlers may wait for ever
 

@@ -32,6 +32,8 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
     "num_key_value_heads": 1, "head_dim": HEAD_DIM, "max_position_embeddings": 256, "initializer_range": 0.2,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    # embeddings a layer, which Gemma 4 has in some sizes alone
+    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 0,
     # mixtures of experts
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": INNER, "n_shared_experts": 1, "shared_expert_intermediate_size": INNER,
@@ -54,8 +56,11 @@ def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str)
     import transformers
 
     config_class = _config_class(architecture)
-    known = {*config_class().to_dict(), "tie_word_embeddings"}
-    sizes = {k: v for k, v in _SIZES.items() if k in known}
+    plain = config_class().to_dict()
+    known = {*plain, "tie_word_embeddings"}
+    # Null stands for a model without experts: a number makes some engines expect them (vLLM 0.32.0, Gemma 4).
+    dense = {"num_experts", "moe_intermediate_size"} if plain.get("num_experts", 0) is None else set()
+    sizes = {k: v for k, v in _SIZES.items() if k in known - dense}
     if "kv_lora_rank" in known:
         sizes["num_key_value_heads"] = HEADS  # latent attention has as many as there are heads
     torch.manual_seed(0)
@@ -73,6 +78,8 @@ def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str)
             if p.ndim == 1:
                 p += 0.2 * torch.randn_like(p)
     model.config.architectures = [architecture]
+    if any(name.endswith("e_score_correction_bias") for name in model.state_dict()):
+        model.config.topk_method = "noaux_tc"  # DeepSeek's own configs say so, Transformers' does not; engines ask
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     _save_tokenizer(folder)
 
