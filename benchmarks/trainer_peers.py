@@ -18,13 +18,14 @@ and its map, K, decay 1, KL to the target's distribution, supervised rows (mask 
 speculators'; both counts are printed), AdamW with weight decay 0.01, linear schedule, clipping at 1, float32
 weights, threads, passive OpenMP waiting. Not equal: speculators computes logits of unsupervised rows, too, and
 multiplies the loss by 0; reads its records in the training process (``--num-workers 0``, as processes would compete
-for the cores; ours reads in threads, whose CPU time counts); attends by ``--peer-attention`` (without it: the eager
-one in bf16, sdpa in fp32, the faster one each when measured on a CPU with bfloat16 instructions); takes no account
-of rows whose target lies outside of the draft vocabulary, for which we compute no loss.
+for the cores; ours reads in threads, whose CPU time counts); attends by ``--peer-attention`` (without it: eager in
+bf16, sdpa in fp32); takes no account of rows whose target lies outside of the draft vocabulary, for which we compute
+no loss.
 
 Measured are fp32 and, where the processor has instructions for bfloat16, bf16 (``--precision``). Without them bf16
-says nothing: products in bfloat16 are so slow there (a step of speculators took more than a minute) that our trainer
-takes float32 ones (``hsformat_trainer.precision``), and the ratio is that of the two kinds of product.
+says nothing: products in bfloat16 are so slow there (speculators had not made three steps after four minutes, on a
+busy machine) that our trainer takes float32 ones (``hsformat_trainer.precision``), and the ratio is that of the two
+kinds of product.
 """
 
 from __future__ import annotations
@@ -291,8 +292,6 @@ def arguments() -> argparse.Namespace:
         parser.error("--peer-python is needed")
     if (args.store is None) != (args.target is None):
         parser.error("--store and --target are given together")
-    if args.store is None and args.records * 0.98 < args.warmup + args.steps:
-        parser.error("more --records: speculators would validate and save within the measured steps")
     return args
 
 
@@ -307,6 +306,10 @@ def main() -> None:
             args.target = make_target(work / "target")
             args.store = work / "data.hs.zarr"
             make_store(args.store, args.target, args)
+        source = hs.open(args.store)
+        tokens = sum(source.read(i, captures=()).num_tokens for i in range(len(source)))
+        if 0.98 * tokens < args.tokens * (args.warmup + args.steps):
+            sys.exit("too few records: speculators would validate and save within the measured steps")
         data = work / "speculators"
         layers = export(
             args.store, config_of(args, args.store, args.target, "fp32", work / "none"), data, args.peer_python

@@ -10,7 +10,7 @@ states is printed, since only for the target's own greedy answers the walk is wh
 is trained: K = 3, decay 1, draft vocabulary of 16,384 ids, frozen head, linear schedule from 1e-3, batches of 512
 packed tokens, four epochs. ``--set`` changes an option of the trainer (``--set epochs=6 --set lr=2e-3``),
 ``--records`` takes few records, to try it out; ``--float32`` runs the target in float32, for processors without
-instructions for bfloat16, where bfloat16 takes the better part of an hour.
+instructions for bfloat16 (there, extraction from ten records took 58 CPU seconds, from twenty in float32 16).
 
 CPU seconds are those of the whole process while it trains, the evaluations before and after left out and told apart.
 """
