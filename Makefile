@@ -48,7 +48,8 @@ test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -n 2 -q
 
 # One environment an engine, each from nothing; the stamp is newer than all that makes it.
-$(ENGINES)/%/.installed: scripts/engines/setup_%_cpu.sh $(wildcard scripts/engines/*.* scripts/engines/sgl_kernel/*.py)
+$(ENGINES)/%/.installed: scripts/engines/setup_%_cpu.sh $(wildcard scripts/engines/*.sh scripts/engines/*.txt \
+  scripts/engines/*.py scripts/engines/sgl_kernel/*.py)
 	rm -rf $(@D)
 	PYTHON=$(PYTHON) $< $(@D)
 	@touch $@

@@ -56,6 +56,9 @@ def _lines(name: str) -> list[str]:
     for refused in engine.unsupported:
         versions = versions_text(name, refused.versions)
         lines.append(f"  refused: {', '.join(refused.architectures)} in {versions}: {refused.reason}")
+    for absent in engine.not_run:
+        versions = versions_text(name, absent.versions)
+        lines.append(f"  not run on a CPU: {absent.what} in {versions}: {absent.reason}")
     if engine.drafts:
         kinds = sorted({(d.layout, a) for d in engine.drafts for a in d.architectures})
         for layout in ("plain", "speculators"):

@@ -45,11 +45,17 @@ def engines_document() -> str:
         if engine.unsupported:
             lines += ["", "Refused (HS410):", ""]
             lines += _table(
-                ("versions", "target", "reason", "source"),
+                ("versions", "target", "reason", "known", "source"),
                 (
-                    (versions_text(engine.name, r.versions), _join(r.architectures), r.reason, r.source)
+                    (versions_text(engine.name, r.versions), _join(r.architectures), r.reason, r.evidence, r.source)
                     for r in engine.unsupported
                 ),
+            )
+        if engine.not_run:
+            lines += ["", "Tried, and not run on a CPU, so that what is known of it was read:", ""]
+            lines += _table(
+                ("versions", "what", "reason"),
+                ((versions_text(engine.name, r.versions), r.what, r.reason) for r in engine.not_run),
             )
         if engine.drafts:
             lines += ["", "### Drafts", ""]

@@ -17,7 +17,8 @@ from hsformat.layout import Shift
 from hsformat.models import FromList, Frozen
 
 __all__ = [
-    "CaptureRow", "DraftRow", "Evidence", "IdKey", "IdReader", "OptionRule", "Row", "Unsupported", "parse_depth",
+    "CaptureRow", "DraftRow", "Evidence", "IdKey", "IdReader", "NotRun", "OptionRule", "Row", "Unsupported",
+    "parse_depth",
 ]  # fmt: skip
 
 Evidence = Literal["ran", "read", "proved"]
@@ -132,6 +133,24 @@ class Unsupported(Row):
     """Targets that an engine captures something else of than the residual stream: refused, with the reason."""
 
     architectures: Annotated[tuple[str, ...], Field(min_length=1), FromList]
+    reason: Annotated[str, Field(min_length=1)]
+
+
+class NotRun(Frozen):
+    """Something of an engine that was tried and does not run on a CPU, so that no row about it can say ``ran``.
+
+    Attributes
+    ----------
+    versions
+        Of the engine, that were tried.
+    what
+        In words: targets, or a part of the engine.
+    reason
+        What it says or lacks.
+    """
+
+    versions: Annotated[tuple[str, ...], Field(min_length=1), FromList]
+    what: Annotated[str, Field(min_length=1)]
     reason: Annotated[str, Field(min_length=1)]
 
 

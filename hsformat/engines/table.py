@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from hsformat.engines import sglang, transformers, vllm
 from hsformat.engines.profile import EngineProfile
-from hsformat.engines.rows import CaptureRow, DraftRow, Row, Unsupported
+from hsformat.engines.rows import CaptureRow, DraftRow, NotRun, Row, Unsupported
 from hsformat.problems import Problem, ResolveError, problem
 
 __all__ = ["ENGINES", "Engine", "capture_row", "draft_row", "engine_of", "known_versions", "parse_version"]
@@ -34,6 +34,7 @@ class Engine:
     captures: tuple[CaptureRow, ...]
     drafts: tuple[DraftRow, ...]
     unsupported: tuple[Unsupported, ...]
+    not_run: tuple[NotRun, ...]
 
 
 ENGINES: dict[str, Engine] = {
@@ -43,6 +44,7 @@ ENGINES: dict[str, Engine] = {
         captures=module.CAPTURES,
         drafts=module.DRAFTS,
         unsupported=module.UNSUPPORTED,
+        not_run=module.NOT_RUN,
     )
     for name, module in (("transformers", transformers), ("vllm", vllm), ("sglang", sglang))
 }

@@ -5,9 +5,9 @@ It serves no EAGLE-3 drafts: there are no rows about drafts.
 
 from __future__ import annotations
 
-from hsformat.engines.rows import CaptureRow, DraftRow, Unsupported
+from hsformat.engines.rows import CaptureRow, DraftRow, NotRun, Unsupported
 
-__all__ = ["CAPTURES", "DRAFTS", "TITLE", "UNSUPPORTED"]
+__all__ = ["CAPTURES", "DRAFTS", "NOT_RUN", "TITLE", "UNSUPPORTED"]
 
 TITLE = "Transformers"
 
@@ -32,3 +32,5 @@ CAPTURES = (
 DRAFTS: tuple[DraftRow, ...] = ()
 
 UNSUPPORTED: tuple[Unsupported, ...] = ()
+
+NOT_RUN: tuple[NotRun, ...] = ()

@@ -16,7 +16,9 @@ BLOCKS = [
         m[1],
         m[0],
         id=f"{path.stem}-{m[1]}",
-        marks=[pytest.mark.needs("torch")] if re.search(r"hsformat_extractors|hsformat\.torch", m[0]) else [],
+        marks=[pytest.mark.needs("torch")]
+        if re.search(r"hsformat_extractors|hsformat_trainer|hsformat\.torch", m[0])
+        else [],
     )
     for path in sorted((ROOT / "docs/guides").glob("*.md"))
     for m in re.finditer(r"(?<=^```python\n)# (test_\w+\.py)\n.*?(?=^```)", path.read_text("utf-8"), re.M | re.S)
@@ -43,8 +45,7 @@ def test_block(name, code, tmp_path):
         f"--rootdir={tmp_path}",
         str(tmp_path / name),
     ]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
-    )
+    env = {**os.environ, "PYTHONPATH": path, "CI": "true"}  # by which Hypothesis sets no deadline
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout
     assert re.search(r"\d+ passed", done.stdout)

@@ -170,11 +170,12 @@ def test_what_is_installed_runs(fresh, tmp_path):
         assert ": valid at level full" in run(python, "-m", "hsformat.validate", store, "--level", "full", cwd=tmp_path)
 
 
-def test_source_distribution_tests_itself(unpacked):
+def test_source_distribution_tests_itself(unpacked, pytestconfig):
     """Golden stores, cases, documents and build files are there; the whole suite would take minutes."""
     script = "import hsformat, sys; sys.exit(0 if sys.argv[1] in hsformat.__file__ else hsformat.__file__)"
     run(sys.executable, "-c", script, unpacked, cwd=unpacked)
     tests = ["golden", "conformance/test_cases.py", "conformance/test_no_drift.py", "property/test_align.py"]
     some = ["-k", "not generated and not docstrings and not digest"]  # these compute, and need no more files
+    some += [f"--without={package}" for package in pytestconfig.getoption("--without")]
     told = run(sys.executable, "-m", "pytest", "-q", "-n", "0", *some, *(f"tests/{t}" for t in tests), cwd=unpacked)
     assert re.search(r"^\d+ passed", told, re.M)

@@ -84,6 +84,7 @@ def test_numbers_of_many_records(estimate):
     assert 65536 * 2880 * 8 < least < most
 
 
+@pytest.mark.needs("torch")
 def test_what_extract_then_writes_in_several_segments(estimate, cli, tmp_path):
     data = rows(tmp_path, [chat(i, "word " * 8 * i) for i in range(1, 17)])
     words = layout(data, "--out", tmp_path / "s", "--codec", "fast", "--segment-mib", 1)
@@ -94,6 +95,7 @@ def test_what_extract_then_writes_in_several_segments(estimate, cli, tmp_path):
     assert facts["files"] == len(files(tmp_path / "s"))
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("words", [(), ("--explode-turns",), ("--max-length", 24)])
 def test_what_extract_then_writes(estimate, cli, data, tmp_path, words):
     out = tmp_path / "out.hs.zarr"
@@ -110,6 +112,7 @@ def test_what_extract_then_writes(estimate, cli, data, tmp_path, words):
     assert facts["free"] == pytest.approx(shutil.disk_usage(tmp_path).free, abs=1 << 30)
 
 
+@pytest.mark.needs("torch")
 def test_what_extract_then_writes_with_compact(estimate, cli, data, tmp_path):
     facts = estimate(*layout(data))
     assert facts["codec"] == "compact"
@@ -118,6 +121,7 @@ def test_what_extract_then_writes_with_compact(estimate, cli, data, tmp_path):
     assert facts["bytes"]["at_least"] < sum(p.stat().st_size for p in files(tmp_path / "s"))
 
 
+@pytest.mark.needs("torch")
 def test_generated_records_stay_below_the_upper_bound(estimate, cli, tmp_path):
     data = rows(tmp_path, [chat(i, None) for i in range(4)])
     words = layout(data, "--generate", 5, "--codec", "fast", "--out", tmp_path / "s")
@@ -130,6 +134,7 @@ def test_generated_records_stay_below_the_upper_bound(estimate, cli, tmp_path):
     assert estimate(*words)["records"] == 0  # all there
 
 
+@pytest.mark.needs("torch")
 def test_only_what_is_missing_counts(estimate, cli, data, tmp_path):
     out = tmp_path / "s"
     assert cli("extract", *layout(data, "--out", out))[0] == 0
@@ -220,6 +225,7 @@ def test_problems_have_codes(cli, data, tmp_path):
     assert (code, "HS603" in err) == (1, True)
 
 
+@pytest.mark.needs("torch")
 def test_too_small_a_disk(estimate, cli, data, tmp_path, disk):
     out = tmp_path / "s"
     words = layout(data, "--out", out, "--codec", "fast")
@@ -241,6 +247,7 @@ def test_too_small_a_disk(estimate, cli, data, tmp_path, disk):
     assert (code, "HS506" in err, len(hs.open(out))) == (1, True, 8)
 
 
+@pytest.mark.needs("torch")
 def test_a_disk_that_may_be_too_small_is_said_at_once_and_once(cli, estimate, data, tmp_path, disk):
     words = layout(data, "--out", tmp_path / "s")
     disk(estimate(*words)["bytes"]["at_least"])

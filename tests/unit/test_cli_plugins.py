@@ -74,8 +74,3 @@ def test_help_brings_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"train", "export-draft", "validate"} <= set(done.stdout.split())
-
-
-@pytest.mark.parametrize("words", [("train", "--help"), ("export-draft", "--help")])
-def test_commands_of_the_trainer_are_there(run, words):
-    assert run(*words).returncode == 0

@@ -47,6 +47,7 @@ def cli(monkeypatch, capsys, tmp_path):
     return run
 
 
+@pytest.mark.needs("torch")
 def test_a_profile_makes_a_new_version_known(cli, tmp_path):
     code, out, err = cli("new")
     assert code == 0
@@ -59,6 +60,7 @@ def test_a_profile_makes_a_new_version_known(cli, tmp_path):
         capture_row("vllm", "99.1.0", "LlamaForCausalLM")
 
 
+@pytest.mark.needs("torch")
 def test_json_alone_on_stdout(cli):
     code, out, err = cli("new", "--format", "json")
     told = json.loads(out)
@@ -67,6 +69,7 @@ def test_json_alone_on_stdout(cli):
     assert "layers ->" in err
 
 
+@pytest.mark.needs("torch")
 def test_what_differs_from_the_table_is_said_and_the_profile_counts(cli, tmp_path):
     code, out, _ = cli("differs")
     assert code == 0
@@ -77,6 +80,7 @@ def test_what_differs_from_the_table_is_said_and_the_profile_counts(cli, tmp_pat
     assert capture_row("vllm", "0.32.0", "LlamaForCausalLM", profile).shift == 1
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
@@ -107,6 +111,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_engine_starts(cli,
         assert "layers ->" not in err
 
 
+@pytest.mark.needs("torch")
 def test_an_architecture_that_is_none(cli, monkeypatch):
     monkeypatch.setattr("hsformat_extractors.probes.vllm.VllmProbe.version", lambda self: "0.32.0")
     code, _, err = cli("vllm", "--architecture", "NoSuchModel")

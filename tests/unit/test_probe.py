@@ -15,6 +15,8 @@ from hsformat.problems import HsError
 from hsformat_extractors.probes.analysis import Slot, Tried, identify, prove_captures
 from hsformat_extractors.probes.trials import DEPTHS, capture_trials
 
+pytestmark = pytest.mark.needs("torch")  # the fakes run a model, as engines do
+
 
 def probe(engine: str, *, seconds: float = 60, lines: list[str] | None = None) -> EngineProfile:
     said = [] if lines is None else lines

@@ -95,6 +95,7 @@ class EngineChild:
             time.sleep(_POLL_S)
         error = json.loads((out / ANSWER).read_text("utf-8"))["error"]
         if error is not None:
+            self.close()  # what an engine leaves in its process when it fails is not known: the next one has another
             return Answer(features_TW=None, logits=(), outcome=_one_line(error), last_lines=self._last(began))
         features = out / FEATURES
         logits = sorted(out.glob(LOGITS.format("*")), key=lambda p: int(p.stem.rpartition("-")[2]))

@@ -43,6 +43,12 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 """Sizes by the names that configs give them; a config takes those that it has."""
 
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+"""Of latent attention, as published configs have it; SGLang 0.5.23 has no other for it on a CPU."""
+
 
 def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str) -> None:
     """Save a random target with a tokenizer of whole words; norms are not left at 1.
@@ -63,6 +69,7 @@ def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str)
     sizes = {k: v for k, v in _SIZES.items() if k in known - dense}
     if "kv_lora_rank" in known:
         sizes["num_key_value_heads"] = HEADS  # latent attention has as many as there are heads
+        sizes["rope_parameters"] = _YARN
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
     try:
