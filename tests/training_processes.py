@@ -18,7 +18,7 @@ from tiny_training import run_tiny
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hsformat_trainer.loop", "matplotlib.backends.backend_agg"])
+    context.set_forkserver_preload(["hsformat_trainer.loop", "matplotlib.backends.backend_agg", "torch._dynamo"])
     return context
 
 

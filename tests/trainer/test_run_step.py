@@ -112,12 +112,10 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 @pytest.mark.parametrize(
     ("rows", "environment", "options"),
     [
-        ([[LEFT], [RIGHT]], {}, {}),
         ([[LEFT[:1], LEFT[1:]], [RIGHT[:1], RIGHT[1:]]], {}, {"optimizer": "muon"}),
-        ([[LEFT], [RIGHT]], FSDP2, {}),
-        ([[LEFT, RIGHT[:1]], [RIGHT[1:3], RIGHT[3:]]], FSDP2, {"optimizer": "muon"}),
+        ([[LEFT, RIGHT[:1]], [RIGHT[1:3], RIGHT[3:]]], FSDP2, {}),
     ],
-    ids=["ddp", "ddp-muon-accumulation", "fsdp2", "fsdp2-muon-accumulation"],
+    ids=["ddp", "fsdp2"],
 )
 def test_two_processes_are_one_larger_batch(
     data: Path, tmp_path: Path, rows: Any, environment: dict[str, str], options: dict[str, Any]
@@ -131,6 +129,6 @@ def test_two_processes_are_one_larger_batch(
     everything = [batch(dataset, LEFT + RIGHT)]
     for got in read_numbers(tmp_path):
         assert_same(got, parts.stepper(everything))
-    # Muon makes updates orthogonal in bfloat16, of parts in another order: 2 steps of 2e-3, of which it rounds 2 ** -8.
+    # Muon rounds to bfloat16 inside: with DDP it sees the same gradient up to float32 sums.
     atol = 5e-5 if options.get("optimizer") == "muon" else 1e-6
     assert_same_weights(load_file(tmp_path / "weights.safetensors"), weights(parts), atol)
