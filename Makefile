@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: help demo test test-matrix test-engines lint format docs bench dist clean
 
 help:
-	@echo "make demo   extract real states, validate them, see two faults refused"
+	@echo "make demo   extract real states, validate them, train a draft, export it; see three faults refused"
 	@echo "make test   linters, types, import rules, tests"
 	@echo "make test-engines   both engines on this CPU: installs them (6 GB), probes them"
 	@echo "make test-matrix   the tests on every Python that is found, and with the lowest versions (docs/support.md)"
@@ -41,7 +41,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo_refusals.py $(DEMO)/data.hs.zarr
 	rm -rf $(DEMO)/run $(DEMO)/draft
 	$(BIN)/hsformat train $(DEMO)/data.hs.zarr --target $(DEMO)/target --out $(DEMO)/run --config examples/demo_train.yaml
-	$(BIN)/hsformat export-draft $(DEMO)/run/checkpoints/$$(ls -t $(DEMO)/run/checkpoints | head -1) --engine both --out $(DEMO)/draft
+	$(BIN)/hsformat export-draft $(DEMO)/run/checkpoints/step-* --engine both --out $(DEMO)/draft
 	$(BIN)/python examples/demo_refused_training.py $(DEMO)
 
 test: $(VENV)/.installed lint

@@ -116,6 +116,7 @@ class Poisoned:
 
 
 def test_a_record_that_is_not_finite_stops_it_before_the_step(data: Path, tmp_path: Path) -> None:
+    """Training that went on with NaN states: speculators PR#615, PR#966."""
     config = tiny_config(data, out=str(tmp_path), save_every=1, seed=1)
     admitted = tiny_admitted(config)
     (source,) = admitted.sources
@@ -132,6 +133,7 @@ def test_a_record_that_is_not_finite_stops_it_before_the_step(data: Path, tmp_pa
 
 
 def test_a_loss_that_diverges_stops_it(data: Path, tmp_path: Path) -> None:
+    """NaN from the first step on, and nothing said which records: speculators#238."""
     with pytest.raises(InvalidRecord) as e:
         run(data, tmp_path, lr=1e30, clip=None, schedule="constant")
     (found,) = e.value.problems
@@ -180,7 +182,7 @@ def test_the_best_checkpoint_stays(data: Path, tmp_path: Path) -> None:
 
 
 def test_tensorboard_is_told_the_numbers(data: Path, tmp_path: Path) -> None:
-    run(data, tmp_path, max_steps=2, trackers=["tensorboard"], project="drafts")
+    run(data, tmp_path, max_steps=2, trackers=["tensorboard"], project="drafts", precision="bf16")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (file,) = [p for p in (tmp_path / "drafts").iterdir() if p.name.startswith("events")]

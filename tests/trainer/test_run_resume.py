@@ -120,6 +120,7 @@ def begun(data: Path, whole: Path, tmp_path: Path) -> dict[str, Any]:
 def test_other_options_are_refused(
     data: Path, whole: Path, tmp_path: Path, changed: dict[str, Any], named: str
 ) -> None:
+    """A resume that nobody compared with what was begun: NeMo Automodel PR#2478."""
     config = tiny_config(data, **{**begun(data, whole, tmp_path), **changed})
     with pytest.raises(ContractMismatch) as e:
         train(config, tiny_admitted(config), resume=True)
@@ -129,6 +130,7 @@ def test_other_options_are_refused(
 
 
 def test_other_data_is_refused_with_the_difference(data: Path, whole: Path, tmp_path: Path) -> None:
+    """Other records, or the same in another order, under one manifest: NeMo Automodel PR#3396."""
     config = tiny_config(data, **begun(data, whole, tmp_path))
     with pytest.raises(ContractMismatch) as e:
         train(config, tiny_admitted(config, held_out=5), resume=True)

@@ -100,14 +100,14 @@ def train(config: TrainConfig, admitted: Admitted, *, resume: bool = False) -> R
     StoreError
         HS506: a checkpoint cannot be written; the one before it is whole.
     """
-    begun = latest(config.out)
-    if begun is not None and not resume:
-        got, expected = f"a run with {begun.name}", "a new folder"
-        fix = "--resume goes on with it; another --out begins another"
-        raise HsError(problem("HS501", where=config.out, got=got, expected=expected, fix=fix))
     seed_all(config.seed)
     processes = Processes(config)
     try:
+        begun = latest(config.out)
+        if begun is not None and not resume:
+            got, expected = f"a run with {begun.name}", "a new folder"
+            fix = "--resume goes on with it; another --out begins another"
+            raise HsError(problem("HS501", where=config.out, got=got, expected=expected, fix=fix))
         with Stop() as stop:
             return _Run(config, admitted, processes, stop)(begun)
     except HsError:
