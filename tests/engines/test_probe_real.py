@@ -17,7 +17,7 @@ from hsformat.engines.profile import load_profile
 from hsformat.engines.rows import CaptureRow, DraftRow
 from hsformat.engines.table import capture_row, draft_row
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 ENGINE = os.environ.get("HSFORMAT_ENGINE", "none")
 KEPT = Path(__file__).parents[1] / "data" / "profiles"
