@@ -24,10 +24,7 @@ KEPT = Path(__file__).parents[1] / "data" / "profiles"
 FREE = {"source", "evidence", "versions", "architectures"}
 # One is proved with draft folders as well, which are the same for every target.
 WITH_DRAFTS = "LlamaForCausalLM"
-ARCHITECTURES = {
-    "vllm": (WITH_DRAFTS, "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-    "sglang": (WITH_DRAFTS, "Qwen3ForCausalLM"),
-}
+ARCHITECTURES = {"vllm": (WITH_DRAFTS, "Qwen3ForCausalLM"), "sglang": (WITH_DRAFTS, "Qwen3ForCausalLM")}
 
 
 def probe(*words: str) -> subprocess.CompletedProcess[str]:
