@@ -170,7 +170,14 @@ UNSUPPORTED = (
 )
 
 
-NOT_RUN: tuple[NotRun, ...] = ()
+NOT_RUN = (
+    NotRun(
+        what="DeepseekV2ForCausalLM, and with it latent attention",
+        reason="no published package has its kernels for a CPU; with the stand-in of scripts/engines it starts and drafts, but "
+        "what it captures is no state of the same model in Transformers (relative error above 1 from the first token on)",
+        versions=("0.5.23",),
+    ),
+)
 
 
 def _option(*keys: str, combine: str = "first") -> OptionRule:

@@ -135,7 +135,7 @@ def test_batches_with_nothing_supervised_have_a_loss_of_0_and_gradients_for_ever
     batch = TrainBatch.from_packed(pack([record_of("r", [0] * 6)]), aux=AUX, last=LAST, steps=2)
     result = ttt_loss(draft, target, batch, steps=2, decay=0.8, loss="kl")
     result.loss.backward()
-    assert float(result.loss) == 0
+    assert result.loss.item() == 0
     assert [n for n, p in draft.named_parameters() if p.grad is None or p.grad.any()] == []
 
 

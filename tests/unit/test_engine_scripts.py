@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,12 @@ def test_a_script_without_its_argument_says_how_it_is_called(script):
     run = subprocess.run([str(SCRIPTS / script)], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert "usage" in run.stderr
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_engines_environments_have_what_the_configuration_of_pytest_asks_for(engine):
+    """``timeout`` is an option of pytest-timeout, and pytest refuses options that it does not know."""
+    options = tomllib.loads((SCRIPTS.parents[1] / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]
+    assert "timeout" in options
+    assert "pytest-timeout" in (SCRIPTS / f"{engine}_cpu.txt").read_text("utf-8").splitlines()
+    assert "\npytest-timeout==" in (SCRIPTS / f"{engine}_cpu.lock.txt").read_text("utf-8")

@@ -85,8 +85,11 @@ def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str)
             if p.ndim == 1:
                 p += 0.2 * torch.randn_like(p)
     model.config.architectures = [architecture]
+    # DeepSeek's own configs say these, Transformers' do not, and engines ask for them.
+    if "kv_lora_rank" in known:
+        model.config.moe_layer_freq, model.config.scoring_func = 1, "softmax"
     if any(name.endswith("e_score_correction_bias") for name in model.state_dict()):
-        model.config.topk_method = "noaux_tc"  # DeepSeek's own configs say so, Transformers' does not; engines ask
+        model.config.topk_method, model.config.scoring_func = "noaux_tc", "sigmoid"
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     _save_tokenizer(folder)
 
