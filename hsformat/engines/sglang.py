@@ -173,8 +173,9 @@ UNSUPPORTED = (
 NOT_RUN = (
     NotRun(
         what="DeepseekV2ForCausalLM, and with it latent attention",
-        reason="no published package has its kernels for a CPU; with the stand-in of scripts/engines it starts and drafts, but "
-        "what it captures is no state of the same model in Transformers (relative error above 1 from the first token on)",
+        reason="no published package has its kernels for a CPU; with the stand-in of scripts/engines it starts and "
+        "drafts, but what it captures is no state of the same model in Transformers (relative error above 1 from the "
+        "first token on)",
         versions=("0.5.23",),
     ),
 )
