@@ -83,6 +83,8 @@ _DSA = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _BEFORE_EACH = CaptureRow.model_validate({**dict(_LLAMA), "lowest": 1, "deepest": "N-1"})
 _AND_AFTER_LAST = CaptureRow.model_validate({**dict(_LLAMA), "lowest": 1})
 
+_AFTER_LAST = "model_executor/models/deepseek_v2.py: after the last layer as well (vllm PR#46973)"
+
 CAPTURES = (
     _LLAMA,
     _read(_LLAMA, _LLAMA.architectures, ("0.24.0", "0.33.0"), f"llama.py, qwen2.py, qwen3.py; {_MIXIN}"),
@@ -94,12 +96,15 @@ CAPTURES = (
         ("0.24.0",),
         "model_executor/models/deepseek_v2.py: the state before each layer, and none after the last (vllm#48124)",
     ),
-    _read(
-        _AND_AFTER_LAST,
-        _DEEPSEEK,
-        _LATE,
-        "model_executor/models/deepseek_v2.py: after the last layer as well (vllm PR#46973)",
+    CaptureRow.model_validate(
+        {
+            **dict(_AND_AFTER_LAST),
+            "architectures": _DEEPSEEK[:1],
+            "source": f"{_PROBE}, with plain attention in place of latent (VLLM_MLA_DISABLE=1); id 0 fails",
+        }
     ),
+    _read(_AND_AFTER_LAST, _DEEPSEEK[1:], ("0.32.0",), _AFTER_LAST),
+    _read(_AND_AFTER_LAST, _DEEPSEEK, ("0.33.0",), _AFTER_LAST),
     _read(_BEFORE_EACH, _DSA, _LATE, "models/deepseek_v32/nvidia/model.py, amd/model.py: none after the last layer"),
 )  # fmt: skip
 
