@@ -43,7 +43,7 @@ _LLAMA = CaptureRow(
     evidence="ran",
 )
 
-_PROBED = ("MistralForCausalLM", "Qwen3MoeForCausalLM")
+_PROBED = ("MistralForCausalLM", "Qwen3MoeForCausalLM", "Gemma4ForCausalLM")
 """Further targets that ran in 0.32.0: the profiles in tests/data/profiles."""
 
 _FURTHER = {
