@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import hsformat as hs
@@ -23,6 +24,8 @@ from hsformat_trainer.admitted import Admitted, Source
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.draft_spec import DraftSpec
 from hsformat_trainer.target_head import TargetHead
+
+pytestmark = pytest.mark.needs("torch")  # nothing imports this module without it
 
 LAYOUT = hs.Layout(aux=("d1", "d2", "d3"), last="d4")
 CONTRACT = tiny_contract(layout=LAYOUT, target={"embedding": {"scale": 1.0, "tied": False}})

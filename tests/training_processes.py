@@ -13,7 +13,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_training import run_tiny
+
+pytestmark = pytest.mark.needs("torch")  # nothing imports this module without it
 
 
 def _context() -> ForkServerContext:
