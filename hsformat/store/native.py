@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.memory import empty
 from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import ArraySpec, Encoding
 from hsformat.store.backend import Bytes, Part, Source, open_object
@@ -107,7 +106,7 @@ class NativeArray:
             It cannot be read.
         """
         first, last, _ = rows.indices(self._spec.shape[0])
-        out = empty((max(0, last - first), *self._spec.shape[1:]), self._spec.dtype)
+        out = np.empty((max(0, last - first), *self._spec.shape[1:]), self._spec.dtype)
         flat = out.reshape(-1).view(np.uint8)
         if len(flat):
             if self._compressed:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hsformat.memory import empty
 from hsformat.torch.tensors import TensorRecord
 
 __all__ = ["Packed", "pack"]
@@ -152,11 +151,11 @@ def pack(records: Sequence[TensorRecord]) -> Packed:
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join along the first axis.
 
-    By NumPy: torch would start threads of its own for each thread that asks; and into memory that was used before:
-    otherwise most of the time goes into pages that are new to the process (docs/benchmarks.md).
+    By NumPy: torch would start threads of its own for each thread that asks; and NumPy asks the system for huge pages,
+    without which most of the time goes into memory that is new to the process (docs/benchmarks.md).
     """
     parts = [_bytes(t) for t in tensors]
-    out = empty((sum(map(len, parts)), *parts[0].shape[1:]), np.uint8)
+    out = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), np.uint8)
     np.concatenate(parts, out=out)
     return torch.from_numpy(out).view(tensors[0].dtype)
 
