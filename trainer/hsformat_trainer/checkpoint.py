@@ -5,7 +5,7 @@
     OUT/checkpoints/step-120/model.safetensors      the draft, under the names in which it is served, float32
                              optimizer.safetensors  <optimizer>/<parameter>/<what> of every parameter
                              rng.safetensors        torch's random states, by process
-                             state.json             step, configuration, what was admitted, schedule, loader,
+                             state.json             step, configuration, what was admitted, loader,
                                                     Python's and NumPy's random states, the evaluation at this step
 
 A checkpoint is written to a hidden folder beside it, flushed, and renamed: a kill at any time leaves the last whole

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hsformat.cli.output import echo_problems
 from hsformat.problems import HsError, Problem, problem
 from hsformat.torch import Packed
 from hsformat_trainer.admitted import Admitted
@@ -110,10 +111,11 @@ def train(config: TrainConfig, admitted: Admitted, *, resume: bool = False) -> R
             raise HsError(problem("HS501", where=config.out, got=got, expected=expected, fix=fix))
         with Stop() as stop:
             return _Run(config, admitted, processes, stop)(begun)
-    except HsError:
+    except HsError as e:
         if processes.first:
             raise
-        sys.exit(1)  # the first process says why
+        echo_problems((p.at(f"process {processes.rank}") for p in e.problems), err=True)
+        sys.exit(1)
     finally:
         processes.close()
 
@@ -128,6 +130,7 @@ class _Run:
         self.result.total = config.max_steps or self._steps_of_epochs()
         self.parts: Parts = build(config, admitted, processes, total=self.result.total)
         self.evaluator = Evaluator(config, admitted, processes, stop)
+        self.record = admitted.record()  # once: a source that is no store is read for it
 
     def _steps_of_epochs(self) -> int:
         """Return the optimizer steps of all epochs: the last step of an epoch may have fewer batches."""
@@ -155,9 +158,12 @@ class _Run:
     def _resume(self, folder: Path) -> bool:
         """Put everything back, and return whether the checkpoint was evaluated."""
         state = read_state(folder)
-        self.result.notes += check_resume(folder, state, config=self.config, admitted=self.admitted, loader=self.loader)
+        notes = check_resume(folder, state, config=self.config, record=self.record, loader=self.loader)
+        self.result.notes += notes
+        if self.processes.first:
+            echo_problems(notes)
         restore(folder, state, self.parts.draft, self.parts.optimizers, self.processes)
-        self.parts.schedules.load_state_dict(state["schedule"])
+        self.parts.schedules.go_to(state["step"])
         self.result.step, self.result.tokens = state["step"], state["tokens"]
         self.result.checkpoint = folder
         return state["evaluation"] is not None
@@ -247,11 +253,10 @@ class _Run:
         state, tensors = take(self.parts.draft, self.parts.optimizers, self.processes)
         state |= {
             "config": config.model_dump(mode="json"),
-            "admitted": self.admitted.record(),
+            "admitted": self.record,
             "spec": self.admitted.spec.model_dump(mode="json"),
             "epoch": self.loader.epoch,
             "loader": self.loader.state_dict(),
-            "schedule": self.parts.schedules.state_dict(),
             "tokens": result.tokens,
             "evaluation": next((e for e in reversed(result.evaluations) if e["step"] == result.step), None),
         }

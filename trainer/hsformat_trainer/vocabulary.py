@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hsformat.engines.drafts import read_draft
 from hsformat.engines.vocabulary import check_map
-from hsformat.problems import ContractMismatch, ForeignFileError
+from hsformat.problems import ContractMismatch, ForeignFileError, problem
 from hsformat_trainer.admitted import Admitted, Source
 from hsformat_trainer.config import TrainConfig
 
@@ -77,19 +77,29 @@ def vocabulary_for(
     ------
     ForeignFileError
         The map of ``config.init`` cannot be read any more.
+    ContractMismatch
+        HS408: it holds no supervised token, so that nothing would be trained.
     """
     size, total = admitted.spec.draft_vocab_size, admitted.spec.vocab_size
     if size >= total:
         return None
     counts, others = count_tokens(admitted.sources, total, tick=tick)
     if config.init is None:
-        return make_vocabulary(counts, size, others=others, always=admitted.special_ids)
+        return _covering(make_vocabulary(counts, size, others=others, always=admitted.special_ids))
     draft, problems = read_draft(config.init)
     if draft is None or draft.d2t is None:
         raise ForeignFileError(problems)  # the gate has read it: it has changed since
     inside = np.zeros(total, np.bool_)
     inside[draft.d2t + np.arange(size, dtype=np.int64)] = True
-    return _checked(draft.d2t, inside, counts)
+    return _covering(_checked(draft.d2t, inside, counts))
+
+
+def _covering(vocabulary: DraftVocabulary) -> DraftVocabulary:
+    if vocabulary.coverage > 0:
+        return vocabulary
+    got = f"{vocabulary.line}: no row would carry loss"
+    expected, fix = "ids of supervised tokens", "raise --draft-vocab-size, or begin with a draft of this data"
+    raise ContractMismatch(problem("HS408", where="draft vocabulary", got=got, expected=expected, fix=fix))
 
 
 def count_tokens(
