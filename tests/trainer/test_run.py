@@ -8,17 +8,19 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from tiny_training import STEPS, spec, tiny_admitted, tiny_config, write_data
 
-from hsformat.problems import HsError, InvalidRecord, NothingToOpen, StoreError
+from hsformat.problems import ContractMismatch, HsError, InvalidRecord, NothingToOpen, StoreError
 from hsformat_trainer import curves, tracking
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.checkpoint import checkpoints, read_state
 from hsformat_trainer.evaluate import walk
+from hsformat_trainer.evaluator import Evaluator
 from hsformat_trainer.journal import read_journal
 from hsformat_trainer.loop import RunResult, train
 
@@ -181,6 +183,49 @@ def test_the_best_checkpoint_stays(data: Path, tmp_path: Path) -> None:
     assert {p.name for p in checkpoints(tmp_path)} == {f"step-{best}", "step-12"}
 
 
+def test_checkpoints_are_compared_over_the_same_records(data: Path, tmp_path: Path) -> None:
+    """The last evaluation is of all records: its length is no better for their being easier."""
+    options = {"eval_every": 2, "eval_records": 2, "schedule": "constant", "warmup": 0, "lr": 3e-2}
+    at_end = run(data, tmp_path / "a", max_steps=4, **options).evaluations
+    on_the_way = run(data, tmp_path / "b", max_steps=6, **options).evaluations
+    assert [e["records"] for e in at_end] == [4, 2, 4]
+    assert [e["records"] for e in on_the_way] == [4, 2, 2, 4]
+    assert at_end[2]["compared_length"] == on_the_way[2]["compared_length"] == on_the_way[2]["acceptance_length"]
+    assert at_end[2]["acceptance_length"] != at_end[2]["compared_length"]
+    result = run(data, tmp_path / "c", max_steps=4, save_every=1, keep=9, **options)
+    best = max(result.evaluations[1:], key=lambda e: (e["compared_length"], e["step"]))
+    assert result.best == tmp_path / "c" / "checkpoints" / f"step-{best['step']}"
+
+
+def test_a_vocabulary_without_supervised_ids_is_refused(data: Path, tmp_path: Path) -> None:
+    """It trained nothing, at a loss of 0.0000, and ended well."""
+    config = tiny_config(data, out=str(tmp_path), max_steps=1)
+    admitted = tiny_admitted(config, draft_vocab_size=1)
+    (source,) = admitted.sources
+    said = {int(i) for row in source.train for i in source.source.read(int(row), captures=()).input_ids}
+    admitted = replace(admitted, special_ids=(min(set(range(100)) - said),))
+    with pytest.raises(ContractMismatch) as e:
+        train(config, admitted)
+    assert [(p.code, p.where) for p in e.value.problems] == [("HS408", "--draft-vocab-size")]
+    assert checkpoints(tmp_path) == []
+
+
+def test_how_a_record_came_about_is_read_once_and_without_states(data: Path) -> None:
+    asked = []
+
+    class Source:
+        def read(self, row: int, *, captures: Any) -> Any:
+            asked.append((row, captures))
+            return SimpleNamespace(provenance=SimpleNamespace(generation=f"of {row}"))
+
+    config = tiny_config(data)
+    evaluator = Evaluator(config, tiny_admitted(config), None, None)  # type: ignore[arg-type] # neither is asked
+    dataset: Any = SimpleNamespace(ids=["r0", "r1"], source=Source())
+    for _ in range(2):
+        assert evaluator._generations_of(dataset) == {"r0": "of 0", "r1": "of 1"}
+    assert asked == [(0, ()), (1, ())]
+
+
 def test_tensorboard_is_told_the_numbers(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path, max_steps=2, trackers=["tensorboard"], project="drafts", precision="bf16")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -227,7 +272,8 @@ def test_epochs_have_all_their_steps(data: Path, tmp_path: Path) -> None:
     assert lines[-1]["tokens"] == 2 * int(tiny_admitted(tiny_config(data)).sources[0].train_tokens.sum())
 
 
-def test_a_device_that_is_not_there_is_refused(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["meta", "nonsense", "cuda:99", "cpu:x"])
+def test_a_device_that_is_not_there_is_refused(data: Path, tmp_path: Path, device: str) -> None:
     with pytest.raises(HsError) as e:
-        run(data, tmp_path, device="meta")
+        run(data, tmp_path, device=device)
     assert e.value.problems[0].code == "HS410"

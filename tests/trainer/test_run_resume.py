@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,9 +16,9 @@ from tiny_training import run_tiny, tiny_admitted, tiny_config, write_data
 from training_processes import ended, start_run, wait_for_lines
 
 import hsformat as hs
-from hsformat.problems import ContractMismatch
+from hsformat.problems import ContractMismatch, ForeignFileError
 from hsformat.testing import build_store
-from hsformat_trainer.checkpoint import MODEL, OPTIMIZER, checkpoints, folder_of, latest, read_state, step_of
+from hsformat_trainer.checkpoint import MODEL, OPTIMIZER, STATE, checkpoints, folder_of, latest, read_state, step_of
 from hsformat_trainer.content import source_digest
 from hsformat_trainer.journal import read_journal
 from hsformat_trainer.loop import train
@@ -189,3 +190,28 @@ def test_a_longer_run_at_another_rate_goes_on_and_says_so(
 def test_resuming_where_nothing_is_begins(data: Path, tmp_path: Path) -> None:
     config = tiny_config(data, out=str(tmp_path / "new"), max_steps=1)
     assert train(config, tiny_admitted(config), resume=True).step == 1
+
+
+def test_a_finished_run_that_is_resumed_still_has_its_best(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(data, **begun(data, whole, tmp_path))
+    result = train(config, tiny_admitted(config), resume=True)
+    assert result.best is not None
+    assert result.best in checkpoints(config.out)
+    assert f"the best: {result.best}" in capsys.readouterr().out
+
+
+def test_a_state_that_lacks_a_part_is_refused(data: Path, whole: Path, tmp_path: Path) -> None:
+    config = tiny_config(data, **begun(data, whole, tmp_path))
+    path = folder_of(config.out, TOTAL) / STATE
+    state = json.loads(path.read_text())
+    for key in ("loader", "config"):
+        path.write_text(json.dumps({k: v for k, v in state.items() if k != key}))
+        with pytest.raises(ForeignFileError) as e:
+            train(config, tiny_admitted(config), resume=True)
+        assert [(p.code, p.got) for p in e.value.problems] == [("HS602", f"no {key}")]
+    config = config.model_copy(update={"clip": 2.0})
+    path.write_text(json.dumps({**state, "config": {"steps": 3}}))
+    with pytest.raises(ContractMismatch):
+        train(config, tiny_admitted(config), resume=True)

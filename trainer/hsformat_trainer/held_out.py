@@ -78,8 +78,8 @@ def split(
         Longer records are left out and counted.
     problems
         HS107 (error) is added for a held-out record that is trained on as well, HS107 (warning) for an id that two
-        training sources have, HS602 for an id that no source has, HS102 where nothing is left to train on and (warning) where a share
-        holds nothing out.
+        training sources have, HS602 for an id that no source has, HS102 where nothing is left to train on
+        and (warning) where a share holds nothing out.
     """
     named = read_ids(held_out.ids) if held_out.ids is not None else []
     chosen = frozenset(named)

@@ -53,7 +53,8 @@ class RunResult:
     checkpoint
         The newest one; None: nothing was saved.
     best
-        The checkpoint of the longest walked acceptance length; None: nothing is held out.
+        The checkpoint of the longest walked acceptance length, over the records of every evaluation; None: nothing is
+        held out.
     evaluations
         Each with its step, as in the log; the first is from before the first step.
     interrupted
@@ -166,7 +167,8 @@ class _Run:
         self.parts.schedules.go_to(state["step"])
         self.result.step, self.result.tokens = state["step"], state["tokens"]
         self.result.checkpoint = folder
-        return state["evaluation"] is not None
+        self.result.best = best_of(self.config.out, score=_score)
+        return state.get("evaluation") is not None
 
     def _due(self, every: int) -> bool:
         """Return whether something that comes every so many steps comes after this one; 0: at the end alone."""
@@ -239,13 +241,13 @@ class _Run:
         found = self.evaluator(self.parts, most=most)
         if found is None:
             return False
-        before = [e["acceptance_length"] for e in result.evaluations if e["step"] > 0]
+        before = [e["compared_length"] for e in result.evaluations if e["step"] > 0]
         self.journal.evaluation(result.step, found)
         numbers = {k: v for k, v in found.items() if isinstance(v, float)}
         accuracy = {f"accuracy/position_{k + 1}": v for k, v in enumerate(found["accuracy"]) if v is not None}
         self.processes.track({f"evaluation/{k}": v for k, v in (numbers | accuracy).items()}, result.step)
         result.evaluations.append({"kind": "evaluation", "step": result.step, **found})
-        return result.step > 0 and all(found["acceptance_length"] > length for length in before)
+        return result.step > 0 and all(found["compared_length"] > length for length in before)
 
     def _save(self) -> None:
         """Write a checkpoint and remove those that are no longer kept."""
@@ -282,6 +284,6 @@ class _Run:
 
 
 def _score(state: Mapping[str, Any]) -> float | None:
-    """Return the walked acceptance length of a checkpoint; None: it was not evaluated."""
+    """Return the walked acceptance length of a checkpoint, over the records that all have; None: not evaluated."""
     evaluation = state.get("evaluation")
-    return None if evaluation is None else float(evaluation["acceptance_length"])
+    return None if evaluation is None else float(evaluation["compared_length"])

@@ -27,6 +27,36 @@ from hsformat_trainer.tracking import check_trackers, flat
 __all__ = ["Processes"]
 
 
+def _choose(name: str) -> None:
+    """Make a device the one that this process works on.
+
+    Raises
+    ------
+    HsError
+        HS410: there is none of this name, or several processes each have their own.
+    """
+    if name in ("auto", "cpu"):
+        return
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = 0 if there is None else torch.accelerator.device_count()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or there is None or device.type != there.type or (device.index or 0) >= count:
+        names = ["auto", "cpu", *([] if there is None else [there.type, *(f"{there.type}:{i}" for i in range(count))])]
+        expected, fix = f"one of {', '.join(names)}", "--device auto takes what there is"
+        raise HsError(problem("HS410", where="--device", got=name, expected=expected, fix=fix))
+    if device.index is None:
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        expected, fix = f"{there.type} or auto: each process has its own", "choose devices with CUDA_VISIBLE_DEVICES"
+        raise HsError(problem("HS410", where="--device", got=name, expected=expected, fix=fix))
+    torch.accelerator.set_device_index(device.index)
+    if there.type == "cuda":  # where accelerate takes the device from, which otherwise takes the first
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
+
+
 class Processes:
     """What a run asks of the other processes; with one process it costs nothing.
 
@@ -43,6 +73,7 @@ class Processes:
 
     def __init__(self, config: TrainConfig) -> None:
         check_trackers(config.trackers)
+        _choose(config.device)
         self._config = config
         cpu = config.device == "cpu" or not torch.accelerator.is_available()
         self._accelerator = Accelerator(
@@ -58,10 +89,6 @@ class Processes:
 
     def _check(self, config: TrainConfig) -> bool:
         """Return whether the draft is cut among the processes; refuse what there is not."""
-        if config.device not in ("auto", "cpu") and torch.device(config.device).type != self.device.type:
-            got, expected = f"device {self.device}", f"device {config.device}"
-            fix = "device: auto takes what there is"
-            raise HsError(problem("HS410", where="--device", got=got, expected=expected, fix=fix))
         kind = self._accelerator.distributed_type.value
         if "FSDP" in kind or parse_flag_from_env("ACCELERATE_USE_FSDP"):
             kind = "FSDP2" if os.environ.get("FSDP_VERSION", "1") == "2" else "FSDP1"

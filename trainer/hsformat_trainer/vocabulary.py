@@ -20,7 +20,7 @@ from hsformat.problems import ContractMismatch, ForeignFileError, problem
 from hsformat_trainer.admitted import Admitted, Source
 from hsformat_trainer.config import TrainConfig
 
-__all__ = ["DraftVocabulary", "count_tokens", "make_vocabulary", "vocabulary_for"]
+__all__ = ["DraftVocabulary", "check_coverage", "count_tokens", "make_vocabulary", "vocabulary_for"]
 
 Tick = Callable[[int, int], None]
 
@@ -77,29 +77,35 @@ def vocabulary_for(
     ------
     ForeignFileError
         The map of ``config.init`` cannot be read any more.
-    ContractMismatch
-        HS408: it holds no supervised token, so that nothing would be trained.
     """
     size, total = admitted.spec.draft_vocab_size, admitted.spec.vocab_size
     if size >= total:
         return None
     counts, others = count_tokens(admitted.sources, total, tick=tick)
     if config.init is None:
-        return _covering(make_vocabulary(counts, size, others=others, always=admitted.special_ids))
+        return make_vocabulary(counts, size, others=others, always=admitted.special_ids)
     draft, problems = read_draft(config.init)
     if draft is None or draft.d2t is None:
         raise ForeignFileError(problems)  # the gate has read it: it has changed since
     inside = np.zeros(total, np.bool_)
     inside[draft.d2t + np.arange(size, dtype=np.int64)] = True
-    return _covering(_checked(draft.d2t, inside, counts))
+    return _checked(draft.d2t, inside, counts)
 
 
-def _covering(vocabulary: DraftVocabulary) -> DraftVocabulary:
+def check_coverage(vocabulary: DraftVocabulary) -> None:
+    """Refuse a vocabulary in which nothing could be learned.
+
+    Raises
+    ------
+    ContractMismatch
+        HS408: it holds no supervised token.
+    """
     if vocabulary.coverage > 0:
-        return vocabulary
-    got = f"{vocabulary.line}: no row would carry loss"
+        return
     expected, fix = "ids of supervised tokens", "raise --draft-vocab-size, or begin with a draft of this data"
-    raise ContractMismatch(problem("HS408", where="draft vocabulary", got=got, expected=expected, fix=fix))
+    raise ContractMismatch(
+        problem("HS408", where="--draft-vocab-size", got=vocabulary.line, expected=expected, fix=fix)
+    )
 
 
 def count_tokens(
