@@ -21,7 +21,7 @@ from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.checkpoint import checkpoints, read_state
 from hsformat_trainer.evaluate import walk
 from hsformat_trainer.evaluator import Evaluator
-from hsformat_trainer.journal import read_journal
+from hsformat_trainer.journal import Journal, read_journal
 from hsformat_trainer.loop import RunResult, train
 
 pytestmark = pytest.mark.needs("torch")
@@ -171,6 +171,25 @@ def test_a_full_disk_stops_it_and_the_checkpoint_before_is_whole(data: Path, dis
         shutil.rmtree(path)  # room to go on
     config = tiny_config(data, out=str(disk), max_steps=read_state(kept[-1])["step"] + 1, save_every=0, keep=1)
     assert train(config, tiny_admitted(config), resume=True).step == config.max_steps
+
+
+def test_a_full_disk_met_by_the_log_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreError) as e, Journal(tmp_path, after=0, writes=True) as journal:
+        journal._file = Path("/dev/full").open("a")
+        journal.evaluation(1, {"records": 4})
+    (found,) = e.value.problems
+    assert (found.code, found.severity.value, found.where) == ("HS506", "error", str(tmp_path / "log.jsonl"))
+    assert "free space" in found.fix
+
+
+@pytest.mark.filterwarnings("error")
+def test_curves_of_many_positions_have_room(tmp_path: Path) -> None:
+    accuracy = [0.5] * 64
+    line = {"loss": 1.0, "accuracy": accuracy, "lr": {"adamw": 1e-4}, "grad_norm": 1.0}
+    steps = [{"kind": "step", "step": i, **line} for i in (1, 2)]
+    evaluation = {"kind": "evaluation", "step": 2, "accuracy": accuracy, "acceptance_length": 2.0, "interval": None}
+    curves.draw_curves([*steps, evaluation], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 0
 
 
 def test_the_best_checkpoint_stays(data: Path, tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     Raises
     ------
     ForeignFileError
-        HS602: there is none, it is no JSON object, or a part of it is missing. HS603: it is of another version of the format.
+        HS602: there is none, it is no JSON object, or a part of it is missing. HS603: it is of another version of the
+        format.
     """
     path = Path(folder) / STATE
     try:

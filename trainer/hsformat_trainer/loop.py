@@ -23,7 +23,7 @@ from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.curves import MISSING, can_draw, draw_curves
 from hsformat_trainer.data import train_loader
 from hsformat_trainer.evaluator import Evaluator
-from hsformat_trainer.journal import Journal, StepLine, read_journal
+from hsformat_trainer.journal import Journal, StepLine, read_journal, writing
 from hsformat_trainer.parts import Parts, build
 from hsformat_trainer.processes import Processes
 from hsformat_trainer.progress import Show, training_progress
@@ -100,7 +100,7 @@ def train(config: TrainConfig, admitted: Admitted, *, resume: bool = False) -> R
     InvalidRecord
         HS201: loss or gradient is not finite; the step was not applied, and the last checkpoint stays.
     StoreError
-        HS506: a checkpoint cannot be written; the one before it is whole.
+        HS506: a checkpoint, the log or the curves cannot be written; the last checkpoint is whole.
     """
     seed_all(config.seed)
     processes = Processes(config)
@@ -276,7 +276,8 @@ class _Run:
         lines, out = read_journal(self.config.out), Path(self.config.out)
         told = [f"checkpoint: {self.result.checkpoint}, the best: {self.result.best}"]
         if can_draw():
-            draw_curves(lines, out / "curves.png")
+            with writing(out / "curves.png"):
+                draw_curves(lines, out / "curves.png")
             told.append(f"curves: {out / 'curves.png'}, log: {out / 'log.jsonl'}")
         else:
             told.append(MISSING)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import gather_object, parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env, patch_environment
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -27,8 +27,8 @@ from hsformat_trainer.tracking import check_trackers, flat
 __all__ = ["Processes"]
 
 
-def _choose(name: str) -> None:
-    """Make a device the one that this process works on.
+def _choose(name: str) -> str | None:
+    """Return which device of several is asked for by its number, and make it torch's own; None: none is.
 
     Raises
     ------
@@ -36,7 +36,7 @@ def _choose(name: str) -> None:
         HS410: there is none of this name, or several processes each have their own.
     """
     if name in ("auto", "cpu"):
-        return
+        return None
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = 0 if there is None else torch.accelerator.device_count()
     try:
@@ -48,13 +48,12 @@ def _choose(name: str) -> None:
         expected, fix = f"one of {', '.join(names)}", "--device auto takes what there is"
         raise HsError(problem("HS410", where="--device", got=name, expected=expected, fix=fix))
     if device.index is None:
-        return
+        return None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         expected, fix = f"{there.type} or auto: each process has its own", "choose devices with CUDA_VISIBLE_DEVICES"
         raise HsError(problem("HS410", where="--device", got=name, expected=expected, fix=fix))
     torch.accelerator.set_device_index(device.index)
-    if there.type == "cuda":  # where accelerate takes the device from, which otherwise takes the first
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
+    return str(device)
 
 
 class Processes:
@@ -73,16 +72,17 @@ class Processes:
 
     def __init__(self, config: TrainConfig) -> None:
         check_trackers(config.trackers)
-        _choose(config.device)
+        chosen = _choose(config.device)
         self._config = config
         cpu = config.device == "cpu" or not torch.accelerator.is_available()
-        self._accelerator = Accelerator(
-            cpu=cpu,
-            mixed_precision="no",
-            log_with=list(config.trackers) or None,
-            project_dir=config.out,
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-        )
+        with patch_environment(**({} if chosen is None else {"ACCELERATE_TORCH_DEVICE": chosen})):
+            self._accelerator = Accelerator(
+                cpu=cpu,
+                mixed_precision="no",
+                log_with=list(config.trackers) or None,
+                project_dir=config.out,
+                kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            )
         self.device: torch.device = self._accelerator.device
         self.sharded = self._check(config)
         self._tracks = False

@@ -14,8 +14,8 @@ __all__ = ["nothing_supervised"]
 def nothing_supervised(sources: Sequence[Source], rule: MaskRule) -> list[Problem]:
     """Return HS103 if no row of any training record carries loss.
 
-    Records are read up to the first that does, which in sound data is one of the first. What step 0 of training-time
-    test leaves out, every later step does, too.
+    Records are read up to the first that does, which in sound data is one of the first. A mask that gives step 0 of
+    training-time test no row gives none to a later step.
     """
     count = 0
     for s in sources:
