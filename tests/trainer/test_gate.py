@@ -150,10 +150,8 @@ def test_a_run_that_fits_is_admitted(tmp_path):
 def test_a_place_that_cannot_be_written_is_refused_first(tmp_path, cli, out, code):
     (tmp_path / "file").write_text("mine")
     place = tmp_path / out
-    # before the store, which is not there either
-    exit_code, _, err = cli(
-        "train", tmp_path / "none", "--target", tmp_path / "none", "--serve", BOTH[0], "--out", place
-    )
+    none = tmp_path / "none"  # neither is there, and it is not asked
+    exit_code, _, err = cli("train", none, "--target", none, "--serve", BOTH[0], "--out", place)
     assert exit_code == 2
     assert code in err
     assert f"--out {place}" in err

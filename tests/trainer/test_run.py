@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -174,9 +175,14 @@ def test_a_full_disk_stops_it_and_the_checkpoint_before_is_whole(data: Path, dis
 
 
 def test_a_full_disk_met_by_the_log_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StoreError) as e, Journal(tmp_path, after=0, writes=True) as journal:
-        journal._file = Path("/dev/full").open("a")
-        journal.evaluation(1, {"records": 4})
+    def log(full: TextIO) -> None:
+        with Journal(tmp_path, after=0, writes=True) as journal:
+            journal._file = full
+            journal.evaluation(1, {"records": 4})
+
+    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    with pytest.raises(StoreError) as e:
+        log(full)
     (found,) = e.value.problems
     assert (found.code, found.severity.value, found.where) == ("HS506", "error", str(tmp_path / "log.jsonl"))
     assert "free space" in found.fix

@@ -2,10 +2,11 @@
 
 Exact, without a matrix of rows by keys in memory: queries are taken in blocks, a block's scores exist while it is
 worked on, and the backward pass computes them again; gradients of the keys of step 0 are added up over the blocks in
-float32. What is kept for the backward pass grows with the square of the number of steps K: at each step every row has
-the keys and values of all later steps before it, copied into one tensor, K (K - 1) / 2 of each by the end. Shapes: n queries, N keys of step 0 (of all records, one after
-another), J later steps, G query heads a key head, A key heads, D width of a head, w keys of a block, b queries of a
-block.
+float32. What is kept for the backward pass grows with the square of the number of steps K: each step keeps a copy of
+every row's own keys and values of the steps before it, K (K - 1) / 2 of each in all.
+
+Shapes: n queries, N keys of step 0 (of all records, one after another), J later steps, G query heads a key head, A key
+heads, D width of a head, w keys of a block, b queries of a block.
 """
 
 from __future__ import annotations

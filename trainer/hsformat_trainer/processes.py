@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -39,10 +39,9 @@ def _choose(name: str) -> str | None:
         return None
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = 0 if there is None else torch.accelerator.device_count()
-    try:
+    device: torch.device | None = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        device = None
     if device is None or there is None or device.type != there.type or (device.index or 0) >= count:
         names = ["auto", "cpu", *([] if there is None else [there.type, *(f"{there.type}:{i}" for i in range(count))])]
         expected, fix = f"one of {', '.join(names)}", "--device auto takes what there is"
