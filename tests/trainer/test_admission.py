@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 import hsformat as hs
 from hsformat.problems import ContractMismatch, NothingToOpen, Severity
 from hsformat.testing import digest, tiny_record
+from hsformat_trainer.admitted import differences
 from hsformat_trainer.draft_files import draft_config, plain_config, weight_shapes
 from hsformat_trainer.gate import admit
 
@@ -181,15 +182,15 @@ def test_quarot_rotates_the_target(base, tmp_path):  # vllm-ascend#5974, PR#6914
 def test_resuming_on_other_data_is_refused_with_the_difference(base, tmp_path):
     admitted = admit(make_config(base))
     recorded = json.loads(json.dumps(admitted.record()))
-    assert admitted.differences(recorded) == []
+    assert differences(admitted.record(), recorded) == []
     moved = json.loads(json.dumps(recorded))
     moved["sources"][0]["name"] = "/elsewhere/data.hs.zarr"
-    assert admitted.differences(moved) == []
+    assert differences(admitted.record(), moved) == []
 
     def differs(**changes):
         return {
             (p.code, p.where.removeprefix("resume: "))
-            for p in admit(make_config(base, **changes)).differences(recorded)
+            for p in differences(admit(make_config(base, **changes)).record(), recorded)
         }
 
     assert ("HS401", "layout.aux") in differs(aux=["d1", "d3"])
@@ -200,7 +201,7 @@ def test_resuming_on_other_data_is_refused_with_the_difference(base, tmp_path):
     contract = contract_of(base / "target")
     make_store(tmp_path / "other", contract, first=40)
     assert differs(stores=[str(tmp_path / "other")]) >= {("HS507", "sources[0].train.ids")}
-    text = "\n".join(map(str, admit(make_config(base, seed=7)).differences(recorded)))
+    text = "\n".join(map(str, differences(admit(make_config(base, seed=7)).record(), recorded)))
     assert "as the run had" in text
 
 
@@ -217,6 +218,23 @@ def test_a_store_that_grows_keeps_its_contract_and_not_its_resume(tmp_path):
     recorded = admitted.record()
     with hs.append(tmp_path / "data.hs.zarr") as writer:
         writer.append(tiny_record(admitted.contract, "new"))
-    found = admit(config).differences(recorded)
-    assert {p.where for p in found} == {"resume: sources[0].train.records", "resume: sources[0].train.ids"}
+    found = differences(admit(config).record(), recorded)
+    changed = {"train.records", "train.ids", "content"}
+    assert {p.where for p in found} == {f"resume: sources[0].{part}" for part in changed}
     assert recorded["compatibility_digest"] == admit(config).record()["compatibility_digest"] != digest("0")
+
+
+def test_data_that_trains_nothing_is_refused(tmp_path):
+    contract = contract_of(make_target(tmp_path / "target"))
+    lone = [tiny_record(contract, f"r{i}", tokens=3, loss_mask=np.array([0, 0, 1], np.uint8)) for i in range(2)]
+    make_store(tmp_path / "data.hs.zarr", contract, records=lone)
+    (p,) = refused(make_config(tmp_path, held_out="none"))
+    assert (p.code, p.where) == ("HS103", "stores")
+    assert "2 training record(s)" in p.got
+    admit(make_config(tmp_path, held_out="none", mask_rule="target"))  # it trains what is in the span
+
+
+def test_a_share_that_holds_nothing_out_is_a_warning(base):
+    (note,) = admit(make_config(base, held_out="0.0001")).notes
+    assert (note.code, note.severity.value, note.where) == ("HS102", "warning", "held-out records")
+    assert admit(make_config(base, held_out="none")).notes == ()

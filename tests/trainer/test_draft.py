@@ -118,6 +118,22 @@ def test_attention_in_blocks_equals_a_dense_mask(later, elements, monkeypatch):
         assert len(attention._blocks(visible, 6)) > 1
 
 
+def test_gradients_of_keys_are_added_up_in_float32(monkeypatch):
+    """Of 1,024 blocks: in bfloat16 a sum stays where it is once a block's part is below half of its last bit."""
+    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 1)
+    n = 16 * 1024
+    visible = Visible.of(torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64))
+    q, k, v = (torch.zeros(rows, 1, 1, dtype=torch.bfloat16) for rows in (n, 1, 1))
+    v.requires_grad_()
+    empty = torch.zeros(n, 0, 1, 1, dtype=torch.bfloat16)
+    # as on a GPU: attend() computes in float32 on CPUs
+    out = attention._Attend.apply(q, k, v, empty, empty, visible)
+    out.backward(torch.full_like(out, 2.0**-9))
+    assert len(attention._blocks(visible, 1)) == 1024
+    assert v.grad[0].item() == n * 2.0**-9
+    assert v.grad.dtype == torch.bfloat16
+
+
 def test_no_block_has_more_scores_than_the_bound():
     """Memory is bounded by the bound, or by 16 queries of one record: never rows by rows."""
     n = 70_000

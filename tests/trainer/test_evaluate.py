@@ -8,19 +8,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from factories import tiny_contract, tiny_record
-from torch_sources import Memory
 from trainer.plain_draft import PlainDraft
 from trainer.tiny_drafts import AUX, DEPTH, VOCAB, mixed_pack, random_draft, random_target, record_of
 
 from hsformat.layout import Layout
-from hsformat.record import Generation, Provenance
+from hsformat.record import Generation
 from hsformat.torch import pack
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.evaluate import (
     evaluate,
     evaluate_records,
-    generations_of,
     summarize,
     walk,
     walk_expected,
@@ -186,18 +183,3 @@ def test_interval_over_records():
     assert summarize(scores[:1], steps=2).interval is None
     nothing = summarize([], steps=2)
     assert (nothing.acceptance_length, nothing.records, nothing.accuracy) == (1.0, 0, (0.0, 0.0))
-
-
-def test_generations_are_read_without_states():
-    contract = tiny_contract()
-    records = [tiny_record(contract, f"r{i}", tokens=5, seed=i) for i in range(2)]
-    records[1].provenance = Provenance(generation=GREEDY)
-    asked = []
-
-    class Source(Memory):
-        def read(self, key, *, captures=None):
-            asked.append(captures)
-            return self.records[self.ids.index(key)]
-
-    assert [g.mode for g in generations_of(Source(records), ["r0", "r1"]).values()] == ["none", "greedy"]
-    assert asked == [(), ()]

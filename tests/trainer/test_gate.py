@@ -144,3 +144,15 @@ def test_a_run_that_fits_is_admitted(tmp_path):
     assert (admitted.spec.hidden_size, admitted.spec.intermediate_size, admitted.spec.head_dim) == (8, 16, 4)
     assert admitted.spec.rope == {"rope_type": "default", "rope_theta": 10000.0}
     assert admitted.notes == ()
+
+
+@pytest.mark.parametrize(("out", "code"), [("file", "HS501"), ("file/deeper", "HS501"), ("/proc/nope", "HS506")])
+def test_a_place_that_cannot_be_written_is_refused_first(tmp_path, cli, out, code):
+    (tmp_path / "file").write_text("mine")
+    place = tmp_path / out
+    none = tmp_path / "none"  # neither is there, and it is not asked
+    exit_code, _, err = cli("train", none, "--target", none, "--serve", BOTH[0], "--out", place)
+    assert exit_code == 2
+    assert code in err
+    assert f"--out {place}" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -103,8 +103,15 @@ def test_a_schedule_goes_on_where_it_was() -> None:
     (_, first), (optimizer, second) = make(), make()
     for _ in range(7):
         first.step()
-    second.load_state_dict(first.state_dict())
+    second.go_to(7)
     assert second.rates() == first.rates() == {"adamw": optimizer.param_groups[0]["lr"]}
     first.step()
     second.step()
     assert second.rates() == first.rates() == {"adamw": optimizer.param_groups[0]["lr"]}
+
+
+def test_a_rate_that_is_changed_on_resume_counts() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedules = Schedules({"adamw": optimizer}, kind="linear", warmup=0.0, total=9)
+    schedules.go_to(4)
+    assert schedules.rates() == {"adamw": 0.25} == {"adamw": optimizer.param_groups[0]["lr"]}

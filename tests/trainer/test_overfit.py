@@ -10,7 +10,7 @@ from hsformat.layout import Layout
 from hsformat.record import Generation
 from hsformat.torch import pack
 from hsformat_trainer.batch import TrainBatch
-from hsformat_trainer.evaluate import evaluate
+from hsformat_trainer.evaluate import evaluate, walk
 from hsformat_trainer.objective import ttt_loss
 
 pytestmark = pytest.mark.needs("torch")
@@ -61,11 +61,28 @@ def test_a_draft_learns_its_data_by_heart(loss, options):
 def test_a_draft_that_cannot_say_a_token_is_never_perfect():
     target = random_target(dtype=torch.float32)
     record = on_policy(target, "r", 0)
-    ids = sorted(set(range(VOCAB)) - {int(record.input_ids[6])})
+    ids = sorted(set(range(VOCAB)) - {int(record.input_ids[3])})  # the first one that is drafted
+    missed = int((record.input_ids[3:] == record.input_ids[3]).sum())
     draft = random_draft(target, target_ids=ids, dtype=torch.float32)
     batch = TrainBatch.from_packed(pack([record]), aux=AUX, last=f"d{DEPTH}", steps=1)
-    result = ttt_loss(draft, target, batch, steps=1, decay=1.0, loss="kl")
-    assert result.covered.item() < result.counted.item()
+    result = ttt_loss(draft, target, batch, steps=1, decay=1.0, loss="ce")
+    assert result.covered.item() == result.counted.item() - missed
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(200):
+        result = ttt_loss(draft, target, batch, steps=1, decay=1.0, loss="ce")
+        if result.hits.item() == result.covered.item():
+            break
+        result.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layout, greedy = Layout(aux=AUX, last=f"d{DEPTH}"), Generation(mode="greedy", max_new_tokens=9)
+    found = evaluate(draft, target, [pack([record])], layout=layout, steps=1, generations={"r": greedy})
+    counted = result.counted.item()
+    assert found.accuracy == found.coverage == ((counted - missed) / counted,)  # all that it can say, and no more
+    right = torch.tensor([[int(i) in ids for i in record.input_ids[2:]]]).numpy()
+    rounds, accepted_K = walk(right, 2, len(record.input_ids))
+    assert (found.rounds, found.acceptance_length) == (rounds, 1 + accepted_K.sum() / rounds)
+    assert 1 < found.acceptance_length < 2
 
 
 def test_bfloat16_autocast_gives_nearly_the_same_loss_and_gradients():

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
 from tiny_training import STEPS, spec, tiny_admitted, tiny_config, write_data
 
-from hsformat.problems import HsError, InvalidRecord, NothingToOpen, StoreError
+from hsformat.problems import ContractMismatch, HsError, InvalidRecord, NothingToOpen, StoreError
 from hsformat_trainer import curves, tracking
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.checkpoint import checkpoints, read_state
 from hsformat_trainer.evaluate import walk
-from hsformat_trainer.journal import read_journal
+from hsformat_trainer.evaluator import Evaluator
+from hsformat_trainer.journal import Journal, read_journal
 from hsformat_trainer.loop import RunResult, train
 
 pytestmark = pytest.mark.needs("torch")
@@ -171,6 +174,30 @@ def test_a_full_disk_stops_it_and_the_checkpoint_before_is_whole(data: Path, dis
     assert train(config, tiny_admitted(config), resume=True).step == config.max_steps
 
 
+def test_a_full_disk_met_by_the_log_is_told(tmp_path: Path) -> None:
+    def log(full: TextIO) -> None:
+        with Journal(tmp_path, after=0, writes=True) as journal:
+            journal._file = full
+            journal.evaluation(1, {"records": 4})
+
+    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    with pytest.raises(StoreError) as e:
+        log(full)
+    (found,) = e.value.problems
+    assert (found.code, found.severity.value, found.where) == ("HS506", "error", str(tmp_path / "log.jsonl"))
+    assert "free space" in found.fix
+
+
+@pytest.mark.filterwarnings("error")
+def test_curves_of_many_positions_have_room(tmp_path: Path) -> None:
+    accuracy = [0.5] * 64
+    line = {"loss": 1.0, "accuracy": accuracy, "lr": {"adamw": 1e-4}, "grad_norm": 1.0}
+    steps = [{"kind": "step", "step": i, **line} for i in (1, 2)]
+    evaluation = {"kind": "evaluation", "step": 2, "accuracy": accuracy, "acceptance_length": 2.0, "interval": None}
+    curves.draw_curves([*steps, evaluation], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
 def test_the_best_checkpoint_stays(data: Path, tmp_path: Path) -> None:
     config = tiny_config(data, out=str(tmp_path), max_steps=12, eval_every=2, save_every=2, keep=1, lr=3e-2)
     result = train(config, on_its_training_records(config))
@@ -179,6 +206,49 @@ def test_the_best_checkpoint_stays(data: Path, tmp_path: Path) -> None:
     assert result.best is not None
     assert result.best.name == f"step-{best}"
     assert {p.name for p in checkpoints(tmp_path)} == {f"step-{best}", "step-12"}
+
+
+def test_checkpoints_are_compared_over_the_same_records(data: Path, tmp_path: Path) -> None:
+    """The last evaluation is of all records: its length is no better for their being easier."""
+    options = {"eval_every": 2, "eval_records": 2, "schedule": "constant", "warmup": 0, "lr": 3e-2}
+    at_end = run(data, tmp_path / "a", max_steps=4, **options).evaluations
+    on_the_way = run(data, tmp_path / "b", max_steps=6, **options).evaluations
+    assert [e["records"] for e in at_end] == [4, 2, 4]
+    assert [e["records"] for e in on_the_way] == [4, 2, 2, 4]
+    assert at_end[2]["compared_length"] == on_the_way[2]["compared_length"] == on_the_way[2]["acceptance_length"]
+    assert at_end[2]["acceptance_length"] != at_end[2]["compared_length"]
+    result = run(data, tmp_path / "c", max_steps=4, save_every=1, keep=9, **options)
+    best = max(result.evaluations[1:], key=lambda e: (e["compared_length"], e["step"]))
+    assert result.best == tmp_path / "c" / "checkpoints" / f"step-{best['step']}"
+
+
+def test_a_vocabulary_without_supervised_ids_is_refused(data: Path, tmp_path: Path) -> None:
+    """It trained nothing, at a loss of 0.0000, and ended well."""
+    config = tiny_config(data, out=str(tmp_path), max_steps=1)
+    admitted = tiny_admitted(config, draft_vocab_size=1)
+    (source,) = admitted.sources
+    said = {int(i) for row in source.train for i in source.source.read(int(row), captures=()).input_ids}
+    admitted = replace(admitted, special_ids=(min(set(range(100)) - said),))
+    with pytest.raises(ContractMismatch) as e:
+        train(config, admitted)
+    assert [(p.code, p.where) for p in e.value.problems] == [("HS408", "--draft-vocab-size")]
+    assert checkpoints(tmp_path) == []
+
+
+def test_how_a_record_came_about_is_read_once_and_without_states(data: Path) -> None:
+    asked = []
+
+    class Source:
+        def read(self, row: int, *, captures: Any) -> Any:
+            asked.append((row, captures))
+            return SimpleNamespace(provenance=SimpleNamespace(generation=f"of {row}"))
+
+    config = tiny_config(data)
+    evaluator = Evaluator(config, tiny_admitted(config), None, None)  # type: ignore[arg-type] # neither is asked
+    dataset: Any = SimpleNamespace(ids=["r0", "r1"], source=Source())
+    for _ in range(2):
+        assert evaluator._generations_of(dataset) == {"r0": "of 0", "r1": "of 1"}
+    assert asked == [(0, ()), (1, ())]
 
 
 def test_tensorboard_is_told_the_numbers(data: Path, tmp_path: Path) -> None:
@@ -227,7 +297,8 @@ def test_epochs_have_all_their_steps(data: Path, tmp_path: Path) -> None:
     assert lines[-1]["tokens"] == 2 * int(tiny_admitted(tiny_config(data)).sources[0].train_tokens.sum())
 
 
-def test_a_device_that_is_not_there_is_refused(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["meta", "nonsense", "cuda:99", "cpu:x"])
+def test_a_device_that_is_not_there_is_refused(data: Path, tmp_path: Path, device: str) -> None:
     with pytest.raises(HsError) as e:
-        run(data, tmp_path, device="meta")
+        run(data, tmp_path, device=device)
     assert e.value.problems[0].code == "HS410"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from tiny_training import run_tiny, tiny_admitted, tiny_config, write_data
 from training_processes import ended, start_ranks
 
+from hsformat.problems import ForeignFileError, problem
 from hsformat_trainer.checkpoint import MODEL, folder_of, read_state
 from hsformat_trainer.data import train_loader
 from hsformat_trainer.journal import read_journal
@@ -78,3 +80,24 @@ def test_two_processes_give_the_curve_of_one(
     one = tiny_config(data, out=str(out), **{**OPTIONS, "max_steps": TOTAL + 1})
     with pytest.raises(ValueError, match="world_size was 2 and is 1"):
         train(one, tiny_admitted(one), resume=True)
+
+
+def run_unless_second(folder: Path, options: dict[str, Any], resume: bool) -> int:
+    """Train, but let the second process meet an error that the first does not."""
+    if os.environ["RANK"] == "1":
+        from hsformat_trainer import loop
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise ForeignFileError(problem("HS602", where="weights", got="damaged", expected="weights"))
+
+        loop.build = fails  # type: ignore[assignment]
+    return run_tiny(folder, {**options, "max_steps": 1}, resume)
+
+
+def test_an_error_of_another_process_is_told_by_it(data: Path, tmp_path: Path) -> None:
+    first, second = start_ranks(2, run_unless_second, data, {"out": str(tmp_path / "out")}, False, folder=tmp_path)
+    try:
+        assert ended(second) == 1
+    finally:
+        first.kill()
+    assert "where     process 1: weights\n" in (tmp_path / "rank1.txt").read_text()

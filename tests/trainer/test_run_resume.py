@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,8 +15,11 @@ from safetensors.torch import load_file
 from tiny_training import run_tiny, tiny_admitted, tiny_config, write_data
 from training_processes import ended, start_run, wait_for_lines
 
-from hsformat.problems import ContractMismatch
-from hsformat_trainer.checkpoint import MODEL, OPTIMIZER, checkpoints, folder_of, latest, read_state, step_of
+import hsformat as hs
+from hsformat.problems import ContractMismatch, ForeignFileError
+from hsformat.testing import build_store
+from hsformat_trainer.checkpoint import MODEL, OPTIMIZER, STATE, checkpoints, folder_of, latest, read_state, step_of
+from hsformat_trainer.content import source_digest
 from hsformat_trainer.journal import read_journal
 from hsformat_trainer.loop import train
 
@@ -141,15 +145,73 @@ def test_other_data_is_refused_with_the_difference(data: Path, whole: Path, tmp_
     assert "HS407" in {p.code for p in e.value.problems}
 
 
-def test_a_longer_run_goes_on_and_says_so(data: Path, whole: Path, tmp_path: Path) -> None:
-    options = {**begun(data, whole, tmp_path), "max_steps": TOTAL + 2, "save_every": 0}
+def test_other_content_under_the_same_ids_is_refused(data: Path, whole: Path, tmp_path: Path) -> None:
+    """The ids and lengths are those of the run, and one state is another."""
+    given = begun(data, whole, tmp_path)
+    store = hs.open(data / "data.hs.zarr")
+    records = list(store)
+    for key in ("d1", "d2"):
+        records[3].hidden[key] = -records[3].hidden[key]
+    other = build_store(tmp_path / "data.hs.zarr", store.contract, records, segments=3)
+    config = tiny_config(data, **given, stores=[str(other)])
+    with pytest.raises(ContractMismatch) as e:
+        train(config, tiny_admitted(config), resume=True)
+    assert [p.where for p in e.value.problems] == ["resume: sources[0].content"]
+
+
+def test_a_source_that_is_no_store_is_known_by_its_tokens(data: Path) -> None:
+    class Records(list):  # type: ignore[type-arg] # of records
+        def read(self, row: int, **_: Any) -> Any:
+            return self[row]
+
+    records = Records(hs.open(data / "data.hs.zarr"))
+    before = source_digest(records)  # type: ignore[arg-type] # as far as it is asked
+    assert source_digest(Records(records)) == before  # type: ignore[arg-type]
+    records[2].input_ids[3] += 1
+    assert source_digest(records) != before  # type: ignore[arg-type]
+
+
+def test_a_longer_run_at_another_rate_goes_on_and_says_so(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = {"max_steps": TOTAL + 2, "save_every": 0, "lr": 0.5, "muon_lr": 0.25, "schedule": "constant"}
+    options = {**begun(data, whole, tmp_path), **changed}
     config = tiny_config(data, **options)
     result = train(config, tiny_admitted(config), resume=True)
     assert result.step == TOTAL + 2
-    assert [p.where.rpartition(": ")[2] for p in result.notes] == ["max_steps"]
+    assert [p.where.rpartition(": ")[2] for p in result.notes] == ["max_steps", "lr", "muon_lr", "schedule"]
+    told = capsys.readouterr().out
+    assert all(str(note) in told for note in result.notes)
+    (last,) = [line for line in curve(Path(config.out)) if line["step"] == TOTAL + 2 and line["kind"] == "step"]
+    assert last["lr"] == {"adamw": 0.5, "muon": 0.25}
     assert [line["step"] for line in curve(Path(config.out))][-1] == TOTAL + 2
 
 
 def test_resuming_where_nothing_is_begins(data: Path, tmp_path: Path) -> None:
     config = tiny_config(data, out=str(tmp_path / "new"), max_steps=1)
     assert train(config, tiny_admitted(config), resume=True).step == 1
+
+
+def test_a_finished_run_that_is_resumed_still_has_its_best(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(data, **begun(data, whole, tmp_path))
+    result = train(config, tiny_admitted(config), resume=True)
+    assert result.best is not None
+    assert result.best in checkpoints(config.out)
+    assert f"the best: {result.best}" in capsys.readouterr().out
+
+
+def test_a_state_that_lacks_a_part_is_refused(data: Path, whole: Path, tmp_path: Path) -> None:
+    config = tiny_config(data, **begun(data, whole, tmp_path))
+    path = folder_of(config.out, TOTAL) / STATE
+    state = json.loads(path.read_text())
+    for key in ("loader", "config"):
+        path.write_text(json.dumps({k: v for k, v in state.items() if k != key}))
+        with pytest.raises(ForeignFileError) as e:
+            train(config, tiny_admitted(config), resume=True)
+        assert [(p.code, p.got) for p in e.value.problems] == [("HS602", f"no {key}")]
+    config = config.model_copy(update={"clip": 2.0})
+    path.write_text(json.dumps({**state, "config": {"steps": 3}}))
+    with pytest.raises(ContractMismatch):
+        train(config, tiny_admitted(config), resume=True)

@@ -14,12 +14,13 @@ from hsformat.contract import Contract, TargetModel, compatibility_view, differi
 from hsformat.digests import digest_bytes
 from hsformat.layout import Layout, ServingLayout
 from hsformat.problems import Problem, problem
+from hsformat_trainer.content import source_digest
 
 if TYPE_CHECKING:
     from hsformat.source import RecordSource
     from hsformat_trainer.draft_spec import DraftSpec
 
-__all__ = ["Admitted", "Source"]
+__all__ = ["Admitted", "Source", "differences"]
 
 _Rows = npt.NDArray[np.int64]
 
@@ -101,7 +102,10 @@ class Admitted:
     notes: tuple[Problem, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint says of the data and the layout that it was trained on, as JSON-able data."""
+        """Return what a checkpoint says of the data and the layout that it was trained on, as JSON-able data.
+
+        A source that is no store is read for it, without its states: ask once a run.
+        """
         target = compatibility_view(self.contract.to_json())["target"]
         return {
             "version": 1,
@@ -115,6 +119,7 @@ class Admitted:
                 {
                     "name": s.name,
                     "contract_digest": s.source.contract.digest,
+                    "content": source_digest(s.source),
                     "weight": s.weight,
                     "train": {"records": len(s.train), "ids": s.ids_digest(s.train)},
                     "held_out": {"records": len(s.held_out), "ids": s.ids_digest(s.held_out)},
@@ -122,26 +127,6 @@ class Admitted:
                 for s in self.sources
             ],
         }
-
-    def differences(self, recorded: Mapping[str, Any]) -> list[Problem]:
-        """Return in what this differs from :meth:`record` of another run; empty: that run may go on with this data.
-
-        The places of stores are not compared: they may have been moved.
-        """
-        own, other = _comparable(self.record()), _comparable(recorded)
-        fix = (
-            "resume with the data, target and engines that the run was begun with, or begin a new run in another --out"
-        )
-        return [
-            problem(
-                _code(path),
-                where=f"resume: {path}",
-                got=_short(got),
-                expected=f"{_short(was)}, as the run had",
-                fix=fix,
-            )
-            for path, got, was in differing_fields(own, other)
-        ]
 
     def lines(self) -> Iterator[str]:
         """Yield for people what is trained on, for what, and what was left out."""
@@ -158,6 +143,20 @@ class Admitted:
         for kind, counts in self.origins.items():
             if len(counts) > 1:
                 yield f"  mixed {kind}: " + "; ".join(f"{name}: {n:,} records" for name, n in counts.items())
+
+
+def differences(record: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[Problem]:
+    """Return in what a run differs from another by their :meth:`Admitted.record`; empty: that run may go on with this.
+
+    The places of stores are not compared: they may have been moved.
+    """
+    fix = "resume with the data, target and engines that the run was begun with, or begin a new run in another --out"
+    return [
+        problem(
+            _code(path), where=f"resume: {path}", got=_short(got), expected=f"{_short(was)}, as the run had", fix=fix
+        )
+        for path, got, was in differing_fields(_comparable(record), _comparable(recorded))
+    ]
 
 
 def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:

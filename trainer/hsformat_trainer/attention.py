@@ -1,9 +1,12 @@
 """Attention of training-time test: the keys of step 0 causally, and a row's own keys of the steps after it.
 
 Exact, without a matrix of rows by keys in memory: queries are taken in blocks, a block's scores exist while it is
-worked on, and the backward pass computes them again. Shapes: n queries, N keys of step 0 (of all records, one after
-another), J later steps, G query heads a key head, A key heads, D width of a head, w keys of a block, b queries of a
-block.
+worked on, and the backward pass computes them again; gradients of the keys of step 0 are added up over the blocks in
+float32. What is kept for the backward pass grows with the square of the number of steps K: each step keeps a copy of
+every row's own keys and values of the steps before it, K (K - 1) / 2 of each in all.
+
+Shapes: n queries, N keys of step 0 (of all records, one after another), J later steps, G query heads a key head, A key
+heads, D width of a head, w keys of a block, b queries of a block.
 """
 
 from __future__ import annotations
@@ -132,7 +135,8 @@ class _Attend(torch.autograd.Function):
         visible = ctx.visible
         grad_AGnD = _by_key_head(grad, k_AND.shape[0])
         scale = q_AGnD.shape[-1] ** -0.5
-        dq, dk, dv = torch.empty_like(q_AGnD), torch.zeros_like(k_AND), torch.zeros_like(v_AND)
+        wide = _wide(k_AND.dtype)  # many blocks are added up in these
+        dq, dk, dv = torch.empty_like(q_AGnD), *(torch.zeros_like(x, dtype=wide) for x in (k_AND, v_AND))
         dok, dov = torch.empty_like(ok), torch.empty_like(ov)
         with torch.autocast(grad.device.type, enabled=False):
             for block in ctx.blocks:
@@ -154,7 +158,13 @@ class _Attend(torch.autograd.Function):
                     dq_b = dq_b + torch.einsum("agbj,bjad->agbd", ds, ok[i:j])
                 dq[:, :, i:j] = dq_b
         dq_nQD = dq.permute(2, 0, 1, 3).flatten(1, 2)
+        dk, dv = dk.to(k_AND.dtype), dv.to(v_AND.dtype)
         return dq_nQD, dk.transpose(0, 1), dv.transpose(0, 1), dok, dov, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return in what softmax and sums over blocks are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _by_key_head(x_nQD: torch.Tensor, heads: int) -> torch.Tensor:
@@ -176,7 +186,7 @@ def _weights(
     at = torch.arange(low, high, device=q.device)
     unseen = (at[None] > visible.own[i:j, None]) | (at[None] < visible.first[i:j, None])
     scores.masked_fill_(unseen, float("-inf"))
-    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    wide = _wide(scores.dtype)
     if not ok.shape[1]:
         return torch.softmax(scores, -1, dtype=wide).to(scores.dtype), None
     own = torch.einsum("agbd,bjad->agbj", q, ok[i:j])

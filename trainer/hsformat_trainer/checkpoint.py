@@ -5,7 +5,7 @@
     OUT/checkpoints/step-120/model.safetensors      the draft, under the names in which it is served, float32
                              optimizer.safetensors  <optimizer>/<parameter>/<what> of every parameter
                              rng.safetensors        torch's random states, by process
-                             state.json             step, configuration, what was admitted, schedule, loader,
+                             state.json             step, configuration, what was admitted, loader,
                                                     Python's and NumPy's random states, the evaluation at this step
 
 A checkpoint is written to a hidden folder beside it, flushed, and renamed: a kill at any time leaves the last whole
@@ -57,6 +57,11 @@ FORMAT = 1
 """Version of the folder; a reader refuses another."""
 
 MODEL, OPTIMIZER, RNG, STATE = "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
+
+_PARTS: dict[str, type] = {
+    "step": int, "tokens": int, "config": dict, "admitted": dict, "spec": dict, "loader": dict, "random": list,
+}  # fmt: skip
+"""What a reader takes out of ``state.json``, and its kind in Python; ``evaluation`` is null for most."""
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"\.step-\d+\.(new|old)")
@@ -169,7 +174,8 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     Raises
     ------
     ForeignFileError
-        HS602: there is none, or it is no JSON object. HS603: it is of another version of the format.
+        HS602: there is none, it is no JSON object, or a part of it is missing. HS603: it is of another version of the
+        format.
     """
     path = Path(folder) / STATE
     try:
@@ -181,7 +187,21 @@ def read_state(folder: str | Path) -> dict[str, Any]:
         got = state.get("format") if isinstance(state, dict) else type(state).__name__
         expected, fix = f"format {FORMAT}", "use the version of hsformat that wrote it"
         raise ForeignFileError([problem("HS603", where=str(path), got=got, expected=expected, fix=fix)])
+    lacks = [
+        problem(
+            "HS602", where=str(path), got=_wrong(key, state), expected=f"{key} as hsformat train writes it",
+            fix="resume from an earlier checkpoint: remove this one",
+        )
+        for key, kind in _PARTS.items()
+        if not isinstance(state.get(key), kind)
+    ]  # fmt: skip
+    if lacks:
+        raise ForeignFileError(lacks)
     return state
+
+
+def _wrong(key: str, state: Mapping[str, Any]) -> str:
+    return f"{key} of type {type(state[key]).__name__}" if key in state else f"no {key}"
 
 
 def read_tensors(folder: str | Path, name: str) -> dict[str, torch.Tensor]:

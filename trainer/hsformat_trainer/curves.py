@@ -32,6 +32,8 @@ def draw_curves(lines: Sequence[Line], path: Path) -> None:
 
     steps = [line for line in lines if line["kind"] == "step"]
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    names = max((len(line["accuracy"]) for line in (*steps, *evaluations)), default=0)
+    columns = -(-names // 16)  # a legend higher than its picture leaves no room for the curves
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
     (loss, accuracy), (acceptance, rate) = figure.subplots(2, 2)
@@ -39,7 +41,7 @@ def draw_curves(lines: Sequence[Line], path: Path) -> None:
     loss.plot(x, [line["loss"] for line in steps], color="black")
     loss.set(title="loss", xlabel="step")
     at = [line["step"] for line in evaluations]
-    for k in range(max((len(line["accuracy"]) for line in (*steps, *evaluations)), default=0)):
+    for k in range(names):
         color = f"C{k}"
         accuracy.plot(x, [_or_nan(line["accuracy"], k) for line in steps], color=color, alpha=0.35)
         accuracy.plot(
@@ -47,7 +49,7 @@ def draw_curves(lines: Sequence[Line], path: Path) -> None:
         )
     accuracy.set(title="accuracy by position (line: training, dots: held out)", xlabel="step", ylim=(0, 1))
     if accuracy.lines:
-        accuracy.legend(fontsize="small")
+        accuracy.legend(fontsize="small" if columns == 1 else "xx-small", ncols=columns)
     lengths = [line["acceptance_length"] for line in evaluations]
     intervals = [line["interval"] or (a, a) for a, line in zip(lengths, evaluations, strict=True)]
     reach = [[a - low for a, (low, _) in zip(lengths, intervals, strict=True)]]

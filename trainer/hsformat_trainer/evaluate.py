@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 from hsformat.layout import Layout
 from hsformat.record import Generation
-from hsformat.source import RecordSource
 from hsformat.torch import Packed
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.draft import Draft
@@ -37,9 +36,9 @@ from hsformat_trainer.target_head import TargetHead
 __all__ = [
     "Evaluation",
     "RecordScore",
+    "acceptance_length",
     "evaluate",
     "evaluate_records",
-    "generations_of",
     "summarize",
     "walk",
     "walk_expected",
@@ -121,11 +120,6 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON-able data."""
         return asdict(self)
-
-
-def generations_of(source: RecordSource, ids: Iterable[str]) -> dict[str, Generation]:
-    """Return how records came about, by id, without reading their states."""
-    return {record_id: source.read(record_id, captures=()).provenance.generation for record_id in ids}
 
 
 def evaluate(
@@ -235,6 +229,12 @@ def summarize(scores: Sequence[RecordScore], *, steps: int, temperature: float =
         estimate=estimate,
         basis=basis,
     )
+
+
+def acceptance_length(scores: Sequence[RecordScore]) -> float:
+    """Return the acceptance length of scores, as :func:`summarize` does; 1.0 without a round."""
+    rounds = sum(s.rounds for s in scores)
+    return 1.0 + (sum(sum(s.accepted) for s in scores) / rounds if rounds else 0.0)
 
 
 def walk(right_KT: npt.NDArray[np.bool_], start: int, end: int) -> tuple[int, npt.NDArray[np.int64]]:

@@ -13,7 +13,7 @@ from hsformat.torch import RecordDataset
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.data import eval_loader
-from hsformat_trainer.evaluate import evaluate_records, summarize
+from hsformat_trainer.evaluate import RecordScore, acceptance_length, evaluate_records, summarize
 from hsformat_trainer.parts import Parts
 from hsformat_trainer.processes import Processes
 from hsformat_trainer.stop import Stop
@@ -35,7 +35,10 @@ class Evaluator:
         self._generations: dict[str, Generation] = {}
 
     def __call__(self, parts: Parts, *, most: int | None) -> dict[str, Any] | None:
-        """Return the evaluation as JSON-able data, with its ``seconds``; None: nothing is held out, or it was stopped.
+        """Return the evaluation as JSON-able data; None: nothing is held out, or it was stopped.
+
+        Added are ``compared_length``, the acceptance length over those records alone that every evaluation of the run
+        has (``eval_records``), and ``seconds``.
 
         Parameters
         ----------
@@ -62,7 +65,15 @@ class Evaluator:
         scores = processes.join(scores)
         if processes.most(int(self._stop.asked())):
             return None
-        return summarize(scores, steps=config.steps).to_json() | {"seconds": time.monotonic() - began}
+        found = summarize(scores, steps=config.steps).to_json()
+        compared = {"compared_length": acceptance_length(self._compared(scores))}
+        return found | compared | {"seconds": time.monotonic() - began}
+
+    def _compared(self, scores: list[RecordScore]) -> list[RecordScore]:
+        """Return the scores of the records that every evaluation of the run has, by which checkpoints are compared."""
+        few = eval_loader(self._config, self._admitted, most=self._config.eval_records)
+        kept = frozenset(() if few is None else few.dataset.ids)
+        return [s for s in scores if s.id in kept]
 
     def _generations_of(self, dataset: RecordDataset) -> dict[str, Generation]:
         """Return how the records came about, by id; each is asked once a run, and its states are not read."""

@@ -32,6 +32,7 @@ from hsformat_trainer.engines_named import NamedEngine, parse_serve
 from hsformat_trainer.held_out import lengths_of, split
 from hsformat_trainer.origins import origins_of, templates_of
 from hsformat_trainer.special_ids import special_ids
+from hsformat_trainer.supervision import nothing_supervised
 
 __all__ = ["Admitted", "Source", "admit"]
 
@@ -122,6 +123,7 @@ def admit(
         most_tokens=config.batch_tokens,
         problems=problems,
     )
+    problems += nothing_supervised(parts, config.mask_rule)
     problems = list(dict.fromkeys(problems))
     if _errors(problems):
         raise ContractMismatch(problems)

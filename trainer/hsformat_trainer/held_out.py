@@ -78,7 +78,8 @@ def split(
         Longer records are left out and counted.
     problems
         HS107 (error) is added for a held-out record that is trained on as well, HS107 (warning) for an id that two
-        training sources have, HS602 for an id that no source has, HS102 where nothing is left to train on.
+        training sources have, HS602 for an id that no source has, HS102 where nothing is left to train on
+        and (warning) where a share holds nothing out.
     """
     named = read_ids(held_out.ids) if held_out.ids is not None else []
     chosen = frozenset(named)
@@ -110,6 +111,12 @@ def split(
             where = f"held-out records: {name}"
             record = both[0] if len(both) == 1 else None
             problems.append(problem("HS107", where=where, got=got, expected=expected, fix=fix, record=record))
+    elif held_out.share and not sum(len(s.held_out) for s in out):
+        got = f"none of {sum(len(s.source) for s in out)} records, by a share of {held_out.share:g}"
+        fix = "raise the share, give another --seed, or name records with ids:FILE or store:PATH"
+        expected = "records to evaluate on: without any the run has no evaluation and no best checkpoint"
+        where, severity = "held-out records", Severity.WARNING
+        problems.append(problem("HS102", where=where, got=got, expected=expected, fix=fix, severity=severity))
     if not sum(len(s.train) for s in out):
         got = f"{sum(len(s.source) for s in out)} records, {sum(len(s.held_out) for s in out)} of them held out, " + (
             f"{sum(s.too_long for s in out)} longer than {most_tokens} tokens"

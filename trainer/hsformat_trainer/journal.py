@@ -6,15 +6,19 @@ A line says what it is by ``kind``: ``step`` or ``evaluation``. All but ``second
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Journal", "StepLine", "read_journal"]
+from hsformat.problems import Severity, StoreError, problem
+
+__all__ = ["Journal", "StepLine", "read_journal", "writing"]
 
 NAME = "log.jsonl"
 
@@ -80,15 +84,21 @@ class Journal:
         Lines of steps beyond this one are removed first: of a run that was killed later than its last checkpoint.
     writes
         Whether this process writes.
+
+    Raises
+    ------
+    StoreError
+        HS506: the file cannot be written, now or at a later line.
     """
 
     def __init__(self, out: str | Path, *, after: int, writes: bool) -> None:
         self._path = Path(out) / NAME
         self._file = None
         if writes:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._cut(after)
-            self._file = self._path.open("a", encoding="utf-8")
+            with writing(self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._cut(after)
+                self._file = self._path.open("a", encoding="utf-8")
 
     def _cut(self, after: int) -> None:
         if not self._path.exists():
@@ -108,15 +118,43 @@ class Journal:
 
     def _add(self, kind: str, values: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
-            self._file.flush()
+            text = json.dumps({"kind": kind, **values}, allow_nan=False) + "\n"
+            with writing(self._path):
+                self._file.write(text)
+                self._file.flush()
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        if kind is not None:
+            with suppress(OSError):  # what could not be written is told already
+                self._file.close()
+            return
+        with writing(self._path):
             self._file.close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say what a run cannot write.
+
+    Raises
+    ------
+    StoreError
+        HS506: the system refuses it, as on a full disk.
+    """
+    try:
+        yield
+    except OSError as e:
+        full = e.errno == errno.ENOSPC
+        fix = "free space on this disk, or give another --out" if full else "see the error of the system"
+        expected = "a file that is written as a whole"
+        fix = f"{fix}; --resume goes on from the last checkpoint"
+        found = problem("HS506", where=str(path), got=e, expected=expected, fix=fix, severity=Severity.ERROR)
+        raise StoreError([found]) from e
 
 
 def read_journal(out: str | Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hsformat.cli.output import echo_problems
 from hsformat.problems import HsError, Problem, problem
 from hsformat.torch import Packed
 from hsformat_trainer.admitted import Admitted
@@ -22,7 +23,7 @@ from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.curves import MISSING, can_draw, draw_curves
 from hsformat_trainer.data import train_loader
 from hsformat_trainer.evaluator import Evaluator
-from hsformat_trainer.journal import Journal, StepLine, read_journal
+from hsformat_trainer.journal import Journal, StepLine, read_journal, writing
 from hsformat_trainer.parts import Parts, build
 from hsformat_trainer.processes import Processes
 from hsformat_trainer.progress import Show, training_progress
@@ -52,7 +53,8 @@ class RunResult:
     checkpoint
         The newest one; None: nothing was saved.
     best
-        The checkpoint of the longest walked acceptance length; None: nothing is held out.
+        The checkpoint of the longest walked acceptance length, over the records of every evaluation; None: nothing is
+        held out.
     evaluations
         Each with its step, as in the log; the first is from before the first step.
     interrupted
@@ -98,7 +100,7 @@ def train(config: TrainConfig, admitted: Admitted, *, resume: bool = False) -> R
     InvalidRecord
         HS201: loss or gradient is not finite; the step was not applied, and the last checkpoint stays.
     StoreError
-        HS506: a checkpoint cannot be written; the one before it is whole.
+        HS506: a checkpoint, the log or the curves cannot be written; the last checkpoint is whole.
     """
     seed_all(config.seed)
     processes = Processes(config)
@@ -110,10 +112,11 @@ def train(config: TrainConfig, admitted: Admitted, *, resume: bool = False) -> R
             raise HsError(problem("HS501", where=config.out, got=got, expected=expected, fix=fix))
         with Stop() as stop:
             return _Run(config, admitted, processes, stop)(begun)
-    except HsError:
+    except HsError as e:
         if processes.first:
             raise
-        sys.exit(1)  # the first process says why
+        echo_problems((p.at(f"process {processes.rank}") for p in e.problems), err=True)
+        sys.exit(1)
     finally:
         processes.close()
 
@@ -128,6 +131,7 @@ class _Run:
         self.result.total = config.max_steps or self._steps_of_epochs()
         self.parts: Parts = build(config, admitted, processes, total=self.result.total)
         self.evaluator = Evaluator(config, admitted, processes, stop)
+        self.record = admitted.record()  # once: a source that is no store is read for it
 
     def _steps_of_epochs(self) -> int:
         """Return the optimizer steps of all epochs: the last step of an epoch may have fewer batches."""
@@ -155,12 +159,16 @@ class _Run:
     def _resume(self, folder: Path) -> bool:
         """Put everything back, and return whether the checkpoint was evaluated."""
         state = read_state(folder)
-        self.result.notes += check_resume(folder, state, config=self.config, admitted=self.admitted, loader=self.loader)
+        notes = check_resume(folder, state, config=self.config, record=self.record, loader=self.loader)
+        self.result.notes += notes
+        if self.processes.first:
+            echo_problems(notes)
         restore(folder, state, self.parts.draft, self.parts.optimizers, self.processes)
-        self.parts.schedules.load_state_dict(state["schedule"])
+        self.parts.schedules.go_to(state["step"])
         self.result.step, self.result.tokens = state["step"], state["tokens"]
         self.result.checkpoint = folder
-        return state["evaluation"] is not None
+        self.result.best = best_of(self.config.out, score=_score)
+        return state.get("evaluation") is not None
 
     def _due(self, every: int) -> bool:
         """Return whether something that comes every so many steps comes after this one; 0: at the end alone."""
@@ -233,13 +241,13 @@ class _Run:
         found = self.evaluator(self.parts, most=most)
         if found is None:
             return False
-        before = [e["acceptance_length"] for e in result.evaluations if e["step"] > 0]
+        before = [e["compared_length"] for e in result.evaluations if e["step"] > 0]
         self.journal.evaluation(result.step, found)
         numbers = {k: v for k, v in found.items() if isinstance(v, float)}
         accuracy = {f"accuracy/position_{k + 1}": v for k, v in enumerate(found["accuracy"]) if v is not None}
         self.processes.track({f"evaluation/{k}": v for k, v in (numbers | accuracy).items()}, result.step)
         result.evaluations.append({"kind": "evaluation", "step": result.step, **found})
-        return result.step > 0 and all(found["acceptance_length"] > length for length in before)
+        return result.step > 0 and all(found["compared_length"] > length for length in before)
 
     def _save(self) -> None:
         """Write a checkpoint and remove those that are no longer kept."""
@@ -247,11 +255,10 @@ class _Run:
         state, tensors = take(self.parts.draft, self.parts.optimizers, self.processes)
         state |= {
             "config": config.model_dump(mode="json"),
-            "admitted": self.admitted.record(),
+            "admitted": self.record,
             "spec": self.admitted.spec.model_dump(mode="json"),
             "epoch": self.loader.epoch,
             "loader": self.loader.state_dict(),
-            "schedule": self.parts.schedules.state_dict(),
             "tokens": result.tokens,
             "evaluation": next((e for e in reversed(result.evaluations) if e["step"] == result.step), None),
         }
@@ -269,7 +276,8 @@ class _Run:
         lines, out = read_journal(self.config.out), Path(self.config.out)
         told = [f"checkpoint: {self.result.checkpoint}, the best: {self.result.best}"]
         if can_draw():
-            draw_curves(lines, out / "curves.png")
+            with writing(out / "curves.png"):
+                draw_curves(lines, out / "curves.png")
             told.append(f"curves: {out / 'curves.png'}, log: {out / 'log.jsonl'}")
         else:
             told.append(MISSING)
@@ -277,6 +285,6 @@ class _Run:
 
 
 def _score(state: Mapping[str, Any]) -> float | None:
-    """Return the walked acceptance length of a checkpoint; None: it was not evaluated."""
+    """Return the walked acceptance length of a checkpoint, over the records that all have; None: not evaluated."""
     evaluation = state.get("evaluation")
-    return None if evaluation is None else float(evaluation["acceptance_length"])
+    return None if evaluation is None else float(evaluation["compared_length"])

@@ -207,11 +207,6 @@ class MixedLoader:
         """Return the batches of any epoch on each rank, without reading records."""
         return len(self._loader_of(epoch))
 
-    def tokens_of(self, epoch: int) -> int:
-        """Return the tokens of an epoch, over all ranks."""
-        rows = (rows_of_epoch(s, number=i, seed=self._seed, epoch=epoch) for i, s in enumerate(self._sources))
-        return sum(int(tokens.sum()) for _, tokens in rows)
-
     def __iter__(self) -> Iterator[Packed]:
         return iter(self._current())
 

@@ -15,7 +15,7 @@ from hsformat_trainer.processes import Processes
 from hsformat_trainer.schedule import Schedules
 from hsformat_trainer.step import Objective, Stepper
 from hsformat_trainer.target_head import TargetHead
-from hsformat_trainer.vocabulary import vocabulary_for
+from hsformat_trainer.vocabulary import check_coverage, vocabulary_for
 
 __all__ = ["Parts", "build"]
 
@@ -53,7 +53,7 @@ def build(config: TrainConfig, admitted: Admitted, processes: Processes, *, tota
     Raises
     ------
     HsError
-        A folder of weights cannot be read.
+        A folder of weights cannot be read; HS408: the draft's vocabulary holds no supervised token.
     """
     target = TargetHead.load(admitted.target_folder, admitted.target, dtype=None, device=processes.device)
     vocabulary = vocabulary_for(config, admitted)
@@ -61,6 +61,8 @@ def build(config: TrainConfig, admitted: Admitted, processes: Processes, *, tota
         print(
             f"vocabulary: {admitted.target.vocab_size} ids, all" if vocabulary is None else vocabulary.line, flush=True
         )
+    if vocabulary is not None:
+        check_coverage(vocabulary)
     draft = Draft(admitted.spec, vocabulary=vocabulary, target=target, init=config.init or "random")
     draft.float()  # master weights; products are autocast's
     model = processes.prepare(Objective(draft, target, config, processes))

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import gather_object, parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env, patch_environment
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -25,6 +25,34 @@ from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.tracking import check_trackers, flat
 
 __all__ = ["Processes"]
+
+
+def _choose(name: str) -> str | None:
+    """Return which device of several is asked for by its number, and make it torch's own; None: none is.
+
+    Raises
+    ------
+    HsError
+        HS410: there is none of this name, or several processes each have their own.
+    """
+    if name in ("auto", "cpu"):
+        return None
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = 0 if there is None else torch.accelerator.device_count()
+    device: torch.device | None = None
+    with suppress(RuntimeError):
+        device = torch.device(name)
+    if device is None or there is None or device.type != there.type or (device.index or 0) >= count:
+        names = ["auto", "cpu", *([] if there is None else [there.type, *(f"{there.type}:{i}" for i in range(count))])]
+        expected, fix = f"one of {', '.join(names)}", "--device auto takes what there is"
+        raise HsError(problem("HS410", where="--device", got=name, expected=expected, fix=fix))
+    if device.index is None:
+        return None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        expected, fix = f"{there.type} or auto: each process has its own", "choose devices with CUDA_VISIBLE_DEVICES"
+        raise HsError(problem("HS410", where="--device", got=name, expected=expected, fix=fix))
+    torch.accelerator.set_device_index(device.index)
+    return str(device)
 
 
 class Processes:
@@ -43,25 +71,23 @@ class Processes:
 
     def __init__(self, config: TrainConfig) -> None:
         check_trackers(config.trackers)
+        chosen = _choose(config.device)
         self._config = config
         cpu = config.device == "cpu" or not torch.accelerator.is_available()
-        self._accelerator = Accelerator(
-            cpu=cpu,
-            mixed_precision="no",
-            log_with=list(config.trackers) or None,
-            project_dir=config.out,
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-        )
+        with patch_environment(**({} if chosen is None else {"ACCELERATE_TORCH_DEVICE": chosen})):
+            self._accelerator = Accelerator(
+                cpu=cpu,
+                mixed_precision="no",
+                log_with=list(config.trackers) or None,
+                project_dir=config.out,
+                kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            )
         self.device: torch.device = self._accelerator.device
         self.sharded = self._check(config)
         self._tracks = False
 
     def _check(self, config: TrainConfig) -> bool:
         """Return whether the draft is cut among the processes; refuse what there is not."""
-        if config.device not in ("auto", "cpu") and torch.device(config.device).type != self.device.type:
-            got, expected = f"device {self.device}", f"device {config.device}"
-            fix = "device: auto takes what there is"
-            raise HsError(problem("HS410", where="--device", got=got, expected=expected, fix=fix))
         kind = self._accelerator.distributed_type.value
         if "FSDP" in kind or parse_flag_from_env("ACCELERATE_USE_FSDP"):
             kind = "FSDP2" if os.environ.get("FSDP_VERSION", "1") == "2" else "FSDP1"

@@ -47,6 +47,8 @@ def summary_table(lines: Sequence[Line]) -> Table:
     for k in range(len(chosen[0]["accuracy"])):
         table.add_row(f"accuracy, position {k + 1}", *(_number(e["accuracy"][k]) for e in chosen))
     table.add_row("held-out records", *(str(e["records"]) for e in chosen))
+    if len({e["records"] for e in evaluations}) > 1:  # otherwise it is the acceptance length
+        table.add_row("  over the records of every evaluation", *(f"{e['compared_length']:.3f}" for e in chosen))
     return table
 
 
@@ -73,7 +75,7 @@ def _columns(evaluations: Sequence[Line]) -> list[tuple[str, Line]]:
     first, last = evaluations[0], evaluations[-1]
     if first is last:
         return [("before", first)]
-    best = max(evaluations[1:], key=lambda e: (e["acceptance_length"], e["step"]))
+    best = max(evaluations[1:], key=lambda e: (e["compared_length"], e["step"]))
     middle = [] if best is last else [("best", best)]
     return [("before", first), *middle, ("after", last)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hsformat.problems import ContractMismatch, Problem, Severity, problem
-from hsformat_trainer.admitted import Admitted
+from hsformat_trainer.admitted import differences
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.mixture import MixedLoader
 
@@ -26,16 +26,21 @@ _FREE = ("epochs", "max_steps", "lr", "muon_lr", "weight_decay", "beta1", "beta2
 
 
 def check_resume(
-    folder: Path, state: Mapping[str, Any], *, config: TrainConfig, admitted: Admitted, loader: MixedLoader
+    folder: Path, state: Mapping[str, Any], *, config: TrainConfig, record: Mapping[str, Any], loader: MixedLoader
 ) -> list[Problem]:
     """Let the loader go on where the checkpoint was, and return notes about options that changed and may.
+
+    Parameters
+    ----------
+    record
+        :meth:`hsformat_trainer.admitted.Admitted.record` of this run.
 
     Raises
     ------
     ContractMismatch
         One problem a difference: what was admitted; HS507 for options that must not change, and for other batches.
     """
-    found = admitted.differences(state["admitted"])
+    found = differences(record, state["admitted"])
     before, now = state["config"], config.model_dump(mode="json")
     for names, severity in ((_FIXED, Severity.ERROR), (_FREE, Severity.NOTE)):
         found += [

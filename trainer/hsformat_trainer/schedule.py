@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -70,20 +69,14 @@ class Schedules:
         for schedule in self._schedules.values():
             schedule.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the schedules are, as JSON-able data."""
-        states = {name: s.state_dict() for name, s in self._schedules.items()}
-        return {name: {k: v for k, v in state.items() if k != "lr_lambdas"} for name, state in states.items()}
+    def go_to(self, step: int) -> None:
+        """Go on as if so many steps were made with these options; the optimizers' rates are set as well.
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on where :meth:`state_dict` was taken; the optimizers' rates are set as well.
-
-        Raises
-        ------
-        KeyError
-            It is of other optimizers.
+        Nothing of an earlier course enters, so that a run that is resumed with another rate has it.
         """
-        for name, schedule in self._schedules.items():
-            schedule.load_state_dict({**state[name], "lr_lambdas": [None] * len(schedule.base_lrs)})
-            for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        for schedule in self._schedules.values():
+            schedule.last_epoch = step
+            rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+            schedule._last_lr = list(rates)
+            for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate

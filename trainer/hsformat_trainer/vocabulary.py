@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from hsformat.engines.drafts import read_draft
 from hsformat.engines.vocabulary import check_map
-from hsformat.problems import ContractMismatch, ForeignFileError
+from hsformat.problems import ContractMismatch, ForeignFileError, problem
 from hsformat_trainer.admitted import Admitted, Source
 from hsformat_trainer.config import TrainConfig
 
-__all__ = ["DraftVocabulary", "count_tokens", "make_vocabulary", "vocabulary_for"]
+__all__ = ["DraftVocabulary", "check_coverage", "count_tokens", "make_vocabulary", "vocabulary_for"]
 
 Tick = Callable[[int, int], None]
 
@@ -90,6 +90,22 @@ def vocabulary_for(
     inside = np.zeros(total, np.bool_)
     inside[draft.d2t + np.arange(size, dtype=np.int64)] = True
     return _checked(draft.d2t, inside, counts)
+
+
+def check_coverage(vocabulary: DraftVocabulary) -> None:
+    """Refuse a vocabulary in which nothing could be learned.
+
+    Raises
+    ------
+    ContractMismatch
+        HS408: it holds no supervised token.
+    """
+    if vocabulary.coverage > 0:
+        return
+    expected, fix = "ids of supervised tokens", "raise --draft-vocab-size, or begin with a draft of this data"
+    raise ContractMismatch(
+        problem("HS408", where="--draft-vocab-size", got=vocabulary.line, expected=expected, fix=fix)
+    )
 
 
 def count_tokens(

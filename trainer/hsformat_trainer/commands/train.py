@@ -99,7 +99,9 @@ def train(**options: Any) -> None:
 
 def _run(config: TrainConfig, *, resume: bool) -> int:
     from hsformat_trainer.gate import admit
+    from hsformat_trainer.out_folder import check_out
 
+    check_out(config.out)
     try:
         admitted = admit(config)
     except ContractMismatch as e:
