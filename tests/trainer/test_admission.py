@@ -128,6 +128,29 @@ def test_an_engine_that_is_not_known_is_no_guess(base, cli, serve):
     assert "HS410" in err
 
 
+def test_a_custom_layout_that_is_not_there(base, cli):
+    config = make_config(base)
+    words = ("train", config.stores[0].path, "--target", config.target, "--out", config.out)
+    code, _, err = cli(*words, "--serve", "custom:/nope.json", "--draft-layers", 2)
+    assert code == 2
+    assert "/nope.json" in err
+    assert "no such path" in err
+
+
+def test_dynamic_rope_is_not_trained_for_sglang(base):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (p,) = refused(make_config(base, draft_rope=rope))
+    assert p.code == "HS407"
+    assert "sglang 0.5.23" in p.where
+    assert admit(make_config(base, draft_rope=rope, serve=["vllm@0.32.0"]))
+
+
+def test_a_draft_vocabulary_above_the_targets(base):
+    (p,) = refused(make_config(base, draft_vocab_size=101))
+    assert (p.code, p.where, p.got) == ("HS408", "--draft-vocab-size", "101")
+    assert admit(make_config(base, draft_vocab_size=100)).spec.draft_vocab_size == 100
+
+
 def test_what_engines_cannot_serve_is_said_before_training(base):
     assert codes(refused(make_config(base, norm_before_residual=True))) == {"HS405"}
     assert codes(refused(make_config(base, train_embedding=True))) == {"HS412"}
