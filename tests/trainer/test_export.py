@@ -285,6 +285,14 @@ def test_a_folder_that_cannot_be_written(make_checkpoint, tmp_path, monkeypatch,
     assert list(tmp_path.glob("*draft*")) == list(tmp_path.glob(".draft*")) == []
 
 
+def test_both_engines_of_a_run_for_one(make_checkpoint, tmp_path, cli):
+    checkpoint = make_checkpoint(serve=["vllm@0.32.0"])
+    code, _, err = cli("export-draft", checkpoint, "--engine", "both", "--out", tmp_path / "draft")
+    assert code == 2
+    assert "got       none" in err
+    assert "give the version that will serve: sglang@0.5.23" in err
+
+
 def test_versions_are_those_of_the_training():
     def named(*arguments):
         return [str(e) for e in engines_to_export(*arguments)]

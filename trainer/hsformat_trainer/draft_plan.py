@@ -210,8 +210,8 @@ def _new_values(
     if config.draft_vocab_size is not None and config.draft_vocab_size > model.vocab_size:
         expected = f"at most {model.vocab_size}, the ids of the target"
         fix = "leave it out for the whole vocabulary, or give fewer ids"
-        got = config.draft_vocab_size
-        problems.append(problem("HS408", where="--draft-vocab-size", got=got, expected=expected, fix=fix))
+        size = config.draft_vocab_size
+        problems.append(problem("HS408", where="--draft-vocab-size", got=size, expected=expected, fix=fix))
     if len(problems) > before:
         return None
     return {
