@@ -32,6 +32,7 @@ from hsformat_trainer.draft_plan import existing_spec, exported_draft, new_spec,
 from hsformat_trainer.engines_named import NamedEngine, parse_serve
 from hsformat_trainer.held_out import lengths_of, split
 from hsformat_trainer.origins import origins_of, templates_of
+from hsformat_trainer.same_tokens import same_tokens
 from hsformat_trainer.special_ids import special_ids
 
 __all__ = ["Admitted", "Source", "admit"]
@@ -121,6 +122,8 @@ def admit(
         most_tokens=config.batch_tokens,
         problems=problems,
     )
+    if not _errors(problems):
+        problems += same_tokens(parts)
     problems = list(dict.fromkeys(problems))
     if _errors(problems):
         raise ContractMismatch(problems)
