@@ -140,7 +140,7 @@ def _compare_contract(contract: Contract, other: Contract) -> list[Problem]:
                 got=_short(got),
                 expected=_short(expected),
                 severity=Severity.ERROR if binds else Severity.NOTE,
-                fix=f"make {path} equal on both sides" if binds else "nothing: it does not decide meaning",
+                fix=_field_fix(path, binds=binds),
             )
         )
     return out
@@ -152,6 +152,14 @@ def _field_code(path: str, *, binds: bool) -> str:
             if path == prefix or path.startswith((f"{prefix}.", f"{prefix}[")):
                 return code
     return "HS507"
+
+
+def _field_fix(path: str, *, binds: bool) -> str:
+    if not binds:
+        return "nothing: it does not decide meaning"
+    if _field_code(path, binds=binds) in ("HS301", "HS302", "HS305"):
+        return "give the right target, or extract again with the one that will be served"
+    return f"make {path} equal on both sides"
 
 
 def _aux_fix(served: Layout, absent: Sequence[str]) -> str:

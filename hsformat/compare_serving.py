@@ -161,7 +161,7 @@ def _shift(own: Shift, served: Shift) -> Problem:
 
 
 def _differs(code: str, where: str, got: Any, expected: Any) -> Problem:
-    fix = f"make {where} equal on both sides"
+    fix = "give the target of the data, or extract again" if code == "HS301" else f"make {where} equal on both sides"
     return problem(code, where=where, got=_short(got), expected=f"{_short(expected)} when served", fix=fix)
 
 

@@ -17,7 +17,7 @@ from hsformat.engines.layer_ids import fed_depths
 from hsformat.engines.options import NORMS, read_options
 from hsformat.engines.profile import EngineProfile
 from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, OptionRule, parse_depth
-from hsformat.engines.table import ENGINES, capture_row, draft_row
+from hsformat.engines.table import ENGINES, capture_row, draft_row, engine_of
 from hsformat.layout import AuxInput, parse_capture_key
 from hsformat.models import Frozen
 from hsformat.problems import HsError, Problem, Severity, problem
@@ -121,6 +121,7 @@ def emit_for(
     rows: dict[str, tuple[CaptureRow, DraftRow]] = {}
     for engine, version in engines.items():
         try:
+            engine_of(engine, serving=True)
             found = capture_row(engine, version, architecture, profile)
             rows[engine] = (found, draft_row(engine, version, "plain", ARCHITECTURE, profile))
         except HsError as e:

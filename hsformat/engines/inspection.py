@@ -151,10 +151,13 @@ def rules_for(
     if engine.startswith(PREFIX):
         custom = load_custom(engine.removeprefix(PREFIX))
         return _custom_rules(custom, draft)
-    found = engine_of(engine)
+    found = engine_of(engine, serving=True)
     if version is None:
         if profile is None or profile.engine != engine:
-            fix = "give the version that will serve (--engine-version): what a draft is fed changes between versions"
+            fix = (
+                f"give the version that will serve (--engine-version, or {engine}@VERSION where engines are named so): "
+                "what a draft is fed changes between versions"
+            )
             expected = f"one of {', '.join(known_versions(engine))}"
             raise ResolveError(problem("HS410", where=f"{engine}: version", got="none", expected=expected, fix=fix))
         version = profile.version

@@ -51,8 +51,13 @@ ENGINES: dict[str, Engine] = {
 """In the order in which they are shown."""
 
 
-def engine_of(name: str) -> Engine:
+def engine_of(name: str, *, serving: bool = False) -> Engine:
     """Return an engine's tables.
+
+    Parameters
+    ----------
+    serving
+        Of those that may be named instead, only those that serve drafts are offered.
 
     Raises
     ------
@@ -60,7 +65,8 @@ def engine_of(name: str) -> Engine:
         HS410: no such engine.
     """
     if name not in ENGINES:
-        expected, fix = f"one of {', '.join(ENGINES)}", "name an engine that is listed"
+        offered = [e.name for e in ENGINES.values() if e.drafts or not serving]
+        expected, fix = f"one of {', '.join(offered)}", "name an engine that is listed"
         raise ResolveError(problem("HS410", where="engine", got=name, expected=expected, fix=fix))
     return ENGINES[name]
 
@@ -74,6 +80,10 @@ def parse_version(engine: str, text: str) -> str:
         HS410: it is no version.
     """
     known = known_versions(engine)
+    if not text:
+        fix = f"give the version that will serve: {engine}@{known[-1]}, where engines are named with commas"
+        expected = f"one of {_join(known)}"
+        raise ResolveError(problem("HS410", where=f"{engine}: version", got="none", expected=expected, fix=fix))
     try:
         version = Version(Version(text).public)
     except InvalidVersion as e:
@@ -124,7 +134,7 @@ def draft_row(
     ResolveError
         HS410: not known.
     """
-    found, version = engine_of(engine), parse_version(engine, version)
+    found, version = engine_of(engine, serving=True), parse_version(engine, version)
     if not found.drafts:
         fix = f"{found.title} serves no EAGLE-3 drafts; name the engine that will"
         raise ResolveError(_unknown("engine", engine, "an engine that serves drafts", fix))

@@ -109,7 +109,8 @@ def shape_problems(tensors: KeyTensors, *, hidden_size: int, vocab_size: int) ->
         expected = f"[{', '.join(dimensions)}]"
         where, shape = f"{info.file}: {info.name}", info.shape
         if len(shape) != len(dimensions) or (rows is not None and shape[0] < rows):
-            problems.append(problem("HS411", where=where, got=list(shape), expected=expected))
+            fix = "give the target's own folder, whole: these weights are not those of its config"
+            problems.append(problem("HS411", where=where, got=list(shape), expected=expected, fix=fix))
         elif width is not None and shape[-1] != width:
             fix = "the folder's config and weights belong to different models"
             problems.append(problem("HS409", where=where, got=list(shape), expected=expected, fix=fix))

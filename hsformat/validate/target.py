@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hsformat.compare import compare
-from hsformat.contract import Contract
+from hsformat.contract import Contract, TargetModel
 from hsformat.problems import Problem, Severity, problem
 from hsformat.target.checkpoint import read_checkpoint
 from hsformat.target.describe import NORM_WEIGHT, TargetDescription, UnknownFamily, describe
@@ -58,15 +58,20 @@ def check_target(
     return out
 
 
-def describe_target(contract: Contract, folder: str | os.PathLike[str]) -> TargetDescription:
+def describe_target(contract: Contract | TargetModel, folder: str | os.PathLike[str]) -> TargetDescription:
     """Describe a model folder; of a family outside the table, the facts that were measured are taken from the contract.
+
+    Parameters
+    ----------
+    contract
+        Of the data, or its target alone.
 
     Raises
     ------
     ForeignFileError
         The folder cannot be read as a model.
     """
-    target, path = contract.target, Path(folder)
+    target, path = contract.target if isinstance(contract, Contract) else contract, Path(folder)
     everything = target.weights_digest is not None
     try:
         return describe(path, dtype=target.dtype, weights_digest=everything)

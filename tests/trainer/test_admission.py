@@ -129,6 +129,38 @@ def test_an_engine_that_is_not_known_is_no_guess(base, cli, serve):
     assert "HS410" in err
 
 
+def test_what_to_name_instead_of_an_engine(base):
+    (*_, p) = refused(make_config(base, serve=["foo@1"]))
+    assert "transformers" not in p.expected  # it serves no drafts
+    assert "vllm" in p.expected
+    for p in refused(make_config(base, serve=["vllm"])):
+        assert p.got == "none"
+        assert "vllm@" in p.fix
+
+
+def test_a_custom_layout_that_is_not_there(base, cli):
+    config = make_config(base)
+    words = ("train", config.stores[0].path, "--target", config.target, "--out", config.out)
+    code, _, err = cli(*words, "--serve", "custom:/nope.json", "--draft-layers", 2)
+    assert code == 2
+    assert "/nope.json" in err
+    assert "no such path" in err
+
+
+def test_dynamic_rope_is_not_trained_for_sglang(base):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (p,) = refused(make_config(base, draft_rope=rope))
+    assert p.code == "HS407"
+    assert "sglang 0.5.23" in p.where
+    assert admit(make_config(base, draft_rope=rope, serve=["vllm@0.32.0"]))
+
+
+def test_a_draft_vocabulary_above_the_targets(base):
+    (p,) = refused(make_config(base, draft_vocab_size=101))
+    assert (p.code, p.where, p.got) == ("HS408", "--draft-vocab-size", "101")
+    assert admit(make_config(base, draft_vocab_size=100)).spec.draft_vocab_size == 100
+
+
 def test_what_engines_cannot_serve_is_said_before_training(base):
     assert codes(refused(make_config(base, norm_before_residual=True))) == {"HS405"}
     assert codes(refused(make_config(base, train_embedding=True))) == {"HS412"}
@@ -177,6 +209,18 @@ def test_quarot_rotates_the_target(base, tmp_path):  # vllm-ascend#5974, PR#6914
     (p,) = refused(make_config(base, target=str(folder)))
     assert p.code == "HS301"
     assert p.where.endswith("target.basis_digest")
+    assert p.fix == "give the right target, or extract again with the one that will be served"
+
+
+def test_weights_of_the_target_that_are_not_its_configs(base, tmp_path):
+    folder = make_target(tmp_path / "target")
+    from safetensors.numpy import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"][:50]}, folder / "model.safetensors")
+    (p,) = refused(make_config(base, target=str(folder)))
+    assert p.code == "HS411"
+    assert "the target's own folder" in p.fix
 
 
 def test_resuming_on_other_data_is_refused_with_the_difference(base, tmp_path):

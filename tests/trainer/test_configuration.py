@@ -72,6 +72,29 @@ def test_everything_that_is_wrong_is_said_at_once(file):
     assert "--target" in next(p for p in found if p.where == "target").fix
 
 
+def test_a_key_that_is_there_twice_does_not_hide_the_rest(file):
+    path = file("stores: [a]\ntarget: t\nserve: [vllm@0.32.0]\nout: o\nlr: 1\nlr: 2\nsteps: 0\n")
+    found = wrong(path, {})
+    assert [p.where for p in found] == [f"{path}, line 6: lr", f"{path}, line 7: steps"]
+    assert found[0].fix == "leave one of the two"
+    path = file("stores: [a]\ntarget: t\nserve: [vllm@0.32.0]\nout: o\nlr: 1\nlr: 2\n")
+    assert len(wrong(path, {})) == 1
+
+
+def test_what_is_named_twice_or_is_no_share_has_its_place(tmp_path, file):
+    (p,) = wrong(None, {**NEEDED, "serve": ["vllm@1", "vllm@1"]})
+    assert (p.where, p.expected) == ("--serve", "each engine of a version once")
+    (tmp_path / "a").mkdir()
+    (p,) = wrong(None, {**NEEDED, "stores": [str(tmp_path / "a"), f"{tmp_path}/a/"]})
+    assert "each store once" in p.expected
+    (p,) = wrong(None, {**NEEDED, "stores": ["s3://b/a", "s3://b/a/"]})
+    (p,) = wrong(None, {**NEEDED, "held_out": "bla"})
+    assert (p.where, p.got) == ("--held-out", "'bla'")
+    assert p.expected == "a share of the records (0.05), ids:FILE, store:PATH, or none"
+    path = file("stores: [a]\ntarget: t\nserve: [v@1]\nout: o\ninit: a\ndraft_config: b\n")
+    assert [p.where for p in wrong(path, {})] == [path]
+
+
 @pytest.mark.parametrize(
     "text",
     ["stores: [a\n", "- a\n", "stores: [a]\nstores: [b]\n", "lr: !!python/object/apply:os.system [true]\n", "a: \x00"],
@@ -114,6 +137,29 @@ def test_the_command_prints_the_config_and_takes_it(tmp_path, cli, file):
     assert (again.serve, again.trackers) == (("vllm@0.32.0", "sglang@0.5.23"), ("tensorboard",))
     code, out2, _ = cli("train", "--config", tmp_path / "run.yaml", "--print-config")
     assert (code, out2) == (0, out)
+
+
+@pytest.mark.parametrize(("word", "value"), [("null", None), ("none", None), ("0.5", 0.5)])
+def test_no_clipping_by_a_flag(cli, file, word, value):
+    words = ("train", "a", "--target", "t", "--serve", "vllm@0.32.0", "--out", "o")
+    code, out, _ = cli(*words, "--clip", word, "--print-config")
+    assert code == 0
+    assert load_config(file(out), {}).clip == value
+    code, _, err = cli(*words, "--clip", "much", "--print-config")
+    assert code == 2
+    assert "where     --clip" in err
+
+
+def test_each_wrong_option_has_a_fix_of_its_own(tmp_path, cli):
+    words = ("train", tmp_path, "--target", "t", "--serve", "vllm@0.32.0", "--out", "o")
+    for wrong_words, fix in (
+        (("--weights", "1,2"), "give a weight for each store"),
+        (("--draft-rope", "xx"), "give it as JSON"),
+        (("--config", tmp_path / "none.yaml"), "check the path of --config"),
+    ):
+        code, _, err = cli(*words, *wrong_words)
+        assert code == 2
+        assert fix in err
 
 
 def test_wrong_options_end_the_command_with_2(tmp_path, cli, file):

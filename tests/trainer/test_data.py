@@ -17,6 +17,7 @@ from hsformat_trainer.data import eval_loader, train_loader
 from hsformat_trainer.gate import admit
 from hsformat_trainer.held_out import is_held_out
 from hsformat_trainer.mixture import MixedSource
+from hsformat_trainer.same_tokens import same_tokens
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -239,3 +240,19 @@ def test_stores_of_another_meaning_are_refused(tmp_path):
     with pytest.raises(HsError) as refused:
         admit(make_config(tmp_path, stores=[*[s.path for s in config.stores], str(tmp_path / "other")]))
     assert "HS507" in {p.code for p in refused.value.problems}
+
+
+def test_tokens_that_are_held_out_and_trained_on_under_another_id(folder, tmp_path):
+    contract = contract_of(folder / "target")
+    same, another = tiny_record(contract, "again", tokens=9, seed=0), tiny_record(contract, "new", tokens=9, seed=77)
+    apart = make_store(tmp_path / "apart", contract, records=[same, another], segments=1)
+    config = make_config(folder, stores=[str(folder / "a")], held_out=f"store:{apart}")
+    admitted = admit(config)
+    (p,) = admitted.notes
+    assert (p.code, p.severity) == ("HS107", Severity.WARNING)
+    assert p.got.startswith("1 record(s)")
+    assert "'again' has those of 'r0'" in p.got
+    (p,) = same_tokens(admitted.sources, most_read=4)  # r0, r4 and r8 of 9 tokens, and both of the other store
+    assert (p.code, p.severity) == ("HS107", Severity.NOTE)
+    assert "5 records" in p.got
+    assert same_tokens(admitted.sources, most_read=5)[0].severity is Severity.WARNING

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from runs import BOTH, make_config, make_run
+from runs import BOTH, make_config, make_run, make_target
 from safetensors.torch import load_file, save_file
 
 import hsformat as hs
@@ -227,8 +229,68 @@ def test_the_command(base, make_checkpoint, tmp_path, cli):
     code, _, err = cli("export-draft", tmp_path / "none", "--engine", "vllm", "--out", tmp_path / "x")
     assert code == 2
     code, _, err = cli("export-draft", base / "target", "--engine", "vllm", "--out", tmp_path / "x")
-    assert code == 1
+    assert code == 2
+    code, _, err = cli("export-draft", tmp_path / "out", "--engine", "vllm", "--out", tmp_path / "x")
+    assert code == 2
+    assert f"name a checkpoint of this run: {checkpoint}" in err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["config_digest", "basis_digest"])
+def test_another_target_is_no_place_to_export_for(base, make_checkpoint, tmp_path, name):
+    checkpoint = make_checkpoint()
+    other = make_target(tmp_path / "target", **({"rms_norm_eps": 1e-6} if name == "config_digest" else {}))
+    if name == "basis_digest":
+        tensors = load_file(other / "model.safetensors")
+        tensors["lm_head.weight"] *= 2
+        save_file(tensors, other / "model.safetensors")
+    with pytest.raises(hs.ContractMismatch) as refused:
+        export_draft(checkpoint, parse_serve(BOTH), out=tmp_path / "draft", target=other)
+    assert [(p.code, p.where) for p in refused.value.problems] == [("HS301", f"{other}: target.{name}")]
+    assert list(tmp_path.glob("*draft*")) == []
+    shutil.copytree(base / "target", tmp_path / "moved")
+    assert export_draft(checkpoint, parse_serve(BOTH), out=tmp_path / "draft", target=tmp_path / "moved")
+
+
+def test_dynamic_rope_is_not_exported_for_sglang(make_checkpoint, tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    checkpoint = make_checkpoint(serve=["vllm@0.32.0"], draft_rope=rope)
+    assert problems_of(export_draft, checkpoint, parse_serve(BOTH), out=tmp_path / "draft") == {"HS407"}
+    assert export_draft(checkpoint, parse_serve(["vllm@0.32.0"]), out=tmp_path / "draft").folder.is_dir()
+
+
+def test_what_an_export_left_behind_is_cleared(make_checkpoint, tmp_path):
+    checkpoint = make_checkpoint()
+    (tmp_path / ".draft.new").mkdir()
+    (tmp_path / ".draft.new" / "model.safetensors").write_bytes(b"half")
+    export_draft(checkpoint, parse_serve(BOTH), out=tmp_path / "draft")
+    assert not (tmp_path / ".draft.new").exists()
+
+
+def test_a_folder_that_cannot_be_written(make_checkpoint, tmp_path, monkeypatch, cli):
+    checkpoint = make_checkpoint()
+    (tmp_path / "file").write_text("")
+    code, _, err = cli("export-draft", checkpoint, "--engine", "both", "--out", tmp_path / "file" / "draft")
+    assert code == 1
+    assert "HS506" in err
+    assert "give --out a folder that can be made" in err
+
+    def full(*arguments, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export_module, "save_file", full)
+    with pytest.raises(hs.StoreError) as e:
+        export_draft(checkpoint, parse_serve(BOTH), out=tmp_path / "draft")
+    assert "free space" in e.value.problems[0].fix
+    assert list(tmp_path.glob("*draft*")) == list(tmp_path.glob(".draft*")) == []
+
+
+def test_both_engines_of_a_run_for_one(make_checkpoint, tmp_path, cli):
+    checkpoint = make_checkpoint(serve=["vllm@0.32.0"])
+    code, _, err = cli("export-draft", checkpoint, "--engine", "both", "--out", tmp_path / "draft")
+    assert code == 2
+    assert "got       none" in err
+    assert "give the version that will serve: sglang@0.5.23" in err
 
 
 def test_versions_are_those_of_the_training():

@@ -6,9 +6,10 @@ them. ``--print-config`` prints the whole of it. Importing this module brings no
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from hsformat.align import MaskRule
 from hsformat.layout import CaptureKey
@@ -35,8 +36,14 @@ def _store(value: Any) -> Any:
 
 
 def _held_out(value: Any) -> Any:
-    """Return ``0.05``, ``ids:FILE``, ``store:PATH`` or ``none`` as its fields."""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    """Return ``0.05``, ``ids:FILE``, ``store:PATH`` or ``none`` as its fields.
+
+    Raises
+    ------
+    ValueError
+        It is none of them.
+    """
+    if isinstance(value, (dict, HeldOut)):
         return value
     text = str(value)
     if text == "none":
@@ -45,9 +52,20 @@ def _held_out(value: Any) -> Any:
     if colon and kind in ("ids", "store"):
         return {"share": None, kind: rest}
     try:
-        return {"share": float(text)}
-    except ValueError:
-        return value
+        share = float(text)
+    except ValueError as e:
+        raise ValueError("a share of the records (0.05), ids:FILE, store:PATH, or none") from e
+    return {"share": share}
+
+
+def _clip(value: Any) -> Any:
+    """Return what YAML calls null for its words, which a flag has."""
+    return None if value in ("null", "none") else value
+
+
+def _place(path: str) -> str:
+    """Return a path by which a store is found to be named twice: ``X`` and ``X/`` are one."""
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
 class StoreWeight(Frozen):
@@ -200,7 +218,9 @@ class TrainConfig(Frozen):
     beta2: Annotated[Share, Field(description="AdamW.")] = 0.95
     schedule: Annotated[ScheduleName, Field(description="Course of the learning rate after the warm-up.")] = "cosine"
     warmup: Annotated[Share, Field(description="Share of the optimizer steps in which the rate rises from 0.")] = 0.02
-    clip: Annotated[Positive | None, Field(description="Largest norm of the gradient; null: not clipped.")] = 1.0
+    clip: Annotated[
+        Positive | None, BeforeValidator(_clip), Field(description="Largest norm of the gradient; null: not clipped.")
+    ] = 1.0
     precision: Annotated[
         Precision, Field(description="bf16: products in bfloat16, weights and optimizer in float32.")
     ] = "bf16"
@@ -227,9 +247,18 @@ class TrainConfig(Frozen):
     def _consistent(self) -> Self:
         if self.init is not None and self.draft_config is not None:
             raise ValueError("init and draft_config both state what the draft is: give one")
-        paths = [s.path for s in self.stores]
-        if len(set(paths)) != len(paths):
-            raise ValueError("a store is named twice: give it a weight instead")
-        if len(set(self.serve)) != len(self.serve):
-            raise ValueError("an engine is named twice in serve")
         return self
+
+    @field_validator("stores")
+    @classmethod
+    def _stores_once(cls, stores: tuple[StoreWeight, ...]) -> tuple[StoreWeight, ...]:
+        if len({_place(s.path) for s in stores}) != len(stores):
+            raise ValueError("each store once: give it a weight instead")
+        return stores
+
+    @field_validator("serve")
+    @classmethod
+    def _engines_once(cls, serve: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(serve)) != len(serve):
+            raise ValueError("each engine of a version once")
+        return serve

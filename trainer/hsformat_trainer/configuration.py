@@ -44,13 +44,16 @@ def load_config(file: str | None, flags: Mapping[str, Any]) -> TrainConfig:
     NothingToOpen
         HS602: there is no such file.
     """
-    values, places = ({}, {}) if file is None else read_yaml(file)
+    values, places, twice = ({}, {}, []) if file is None else _read(file)
     given = {name: value for name, value in flags.items() if value is not None}
     places = {**places, **{(name,): f"--{name.replace('_', '-')}" for name in given}}
     try:
-        return TrainConfig.model_validate({**values, **given})
+        config = TrainConfig.model_validate({**values, **given})
     except ValidationError as e:
-        raise ConfigError(_problems(e, places, file)) from e
+        raise ConfigError([*twice, *_problems(e, places, file)]) from e
+    if twice:
+        raise ConfigError(twice)
+    return config
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -74,10 +77,19 @@ def read_yaml(file: str) -> tuple[dict[str, Any], dict[tuple[str | int, ...], st
     ConfigError
         HS602: it is no YAML, or no mapping. HS603: a key is there twice.
     """
+    values, places, twice = _read(file)
+    if twice:
+        raise ConfigError(twice)
+    return values, places
+
+
+def _read(file: str) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str], list[Problem]]:
+    """Return what :func:`read_yaml` does, of a key that is there twice the last value, and a problem for each."""
     yaml = _yaml()
     path = Path(file)
     if not path.is_file():
-        raise NothingToOpen(problem("HS602", where=file, got="no such file", expected="a config as YAML"))
+        fix = "check the path of --config"
+        raise NothingToOpen(problem("HS602", where=file, got="no such file", expected="a config as YAML", fix=fix))
     try:
         text = path.read_text(encoding="utf-8")
         loader = _loader(yaml)(text)
@@ -87,8 +99,6 @@ def read_yaml(file: str) -> tuple[dict[str, Any], dict[tuple[str | int, ...], st
             problems: list[Problem] = []
             if node is not None:
                 _walk(yaml, node, (), file, places, problems)
-            if problems:
-                raise ConfigError(problems)
             value = {} if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
@@ -103,7 +113,7 @@ def read_yaml(file: str) -> tuple[dict[str, Any], dict[tuple[str | int, ...], st
         raise ConfigError(problem("HS602", where=file, got=e, expected="YAML as UTF-8")) from e
     if not isinstance(value, dict):
         raise ConfigError(problem("HS602", where=file, got=type(value).__name__, expected="a mapping of options"))
-    return value, places
+    return value, places, problems
 
 
 def _yaml() -> Any:
@@ -141,8 +151,9 @@ def _walk(
             where = f"{file}, line {key.start_mark.line + 1}"
             if (*path, name) in places:
                 first = places[*path, name]
+                expected, fix = f"once, as in {first}", "leave one of the two"
                 problems.append(
-                    problem("HS603", where=f"{where}: {name}", got="a second time", expected=f"once, as in {first}")
+                    problem("HS603", where=f"{where}: {name}", got="a second time", expected=expected, fix=fix)
                 )
             places[*path, name] = where
             _walk(yaml, value, (*path, name), file, places, problems)
@@ -164,7 +175,9 @@ def _problems(error: ValidationError, places: Places, file: str | None) -> list[
         loc = tuple(p for p in err["loc"] if not (isinstance(p, str) and "[" in p))  # without names of validators
         name = ".".join(map(str, loc)) or "options"
         where = _place(loc, places)
-        where = f"{where}: {name}" if where and not where.startswith("--") else where or f"{file or 'options'}: {name}"
+        if not where.startswith("--"):
+            place = where or file or "options"
+            where = f"{place}: {name}" if loc else place
         if err["type"] == "missing":
             flag = "STORE" if name == "stores" else f"--{name.replace('_', '-')}"
             fix = f"give {flag}" + (f", or {name} in {file}" if file else ", or a --config that has it")

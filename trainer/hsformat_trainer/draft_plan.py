@@ -8,9 +8,9 @@ option of the run that says otherwise is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -23,17 +23,17 @@ from hsformat.engines.profile import EngineProfile
 from hsformat.engines.rows import DraftRow
 from hsformat.engines.targets import TargetFacts
 from hsformat.layout import Layout, ServingLayout
-from hsformat.problems import HsError, NothingToOpen, Problem, Severity, problem
+from hsformat.problems import NothingToOpen, Problem, Severity, problem
 from hsformat.target.describe import TargetDescription
 from hsformat.target.jsonfiles import read_object
+from hsformat_trainer.attempt import attempt
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.draft_files import draft_config, plain_config, rope_parameters, weight_shapes
 from hsformat_trainer.draft_spec import DraftSpec
 from hsformat_trainer.engines_named import NamedEngine
+from hsformat_trainer.rope_served import rope_problems
 
 __all__ = ["existing_spec", "exported_draft", "new_spec", "served_by"]
-
-T = TypeVar("T")
 
 NEW = "the draft that will be trained"
 
@@ -62,8 +62,8 @@ def new_spec(
 ) -> DraftSpec | None:
     """Return a new draft of the target's shape, with what the options change.
 
-    None, with HS409 or HS603 in ``problems``: sizes are missing, or do not fit together. HS405: the engines run more
-    than one layer in different ways.
+    None, with HS408, HS409 or HS603 in ``problems``: sizes are missing, or do not fit together. HS405: the engines run
+    more than one layer in different ways.
     """
     later = _later_norm(config.draft_layers, engines, profile, problems)
     values = _new_values(config, described, layout, later, problems)
@@ -109,8 +109,10 @@ def exported_draft(
     """Return the folder that will be exported after training, as engines would see it: config, names and shapes.
 
     None, with HS304, HS401, HS402, HS405, HS410 or HS412 in ``problems``: no config makes the engines do what the draft
-    would be trained for, so that it would be trained for nothing.
+    would be trained for, so that it would be trained for nothing. HS407 is added for a rotary embedding that an engine
+    computes otherwise.
     """
+    problems += rope_problems(spec, engines)
     versions: dict[str, str] = {}
     for e in engines:
         if not e.is_custom:
@@ -146,7 +148,7 @@ def served_by(
 def _rules(
     engine: NamedEngine, draft: Draft, facts: TargetFacts, profile: EngineProfile | None, problems: list[Problem]
 ) -> Any:
-    return _attempt(lambda: rules_for(engine.engine, engine.version, draft, facts, profile), problems)
+    return attempt(lambda: rules_for(engine.engine, engine.version, draft, facts, profile), problems)
 
 
 def _read(config: TrainConfig, problems: list[Problem]) -> Draft | None:
@@ -160,7 +162,7 @@ def _read(config: TrainConfig, problems: list[Problem]) -> Draft | None:
         problems += found
         return draft
     file = path / "config.json" if path.is_dir() else path
-    values = _attempt(lambda: read_object(file), problems)
+    values = attempt(lambda: read_object(file), problems)
     if values is None:
         return None
     where = os.fspath(file.parent if file.name == "config.json" else file)
@@ -172,7 +174,7 @@ def _later_norm(
 ) -> str | None:
     if layers == 1:
         return None
-    found = [_attempt(lambda e=e: e.later_layers_norm(profile), []) for e in engines]  # type: ignore[misc]
+    found = [attempt(lambda e=e: e.later_layers_norm(profile), []) for e in engines]  # type: ignore[misc]
     norms = [norm for norm in found if norm is not None]
     if len(set(norms)) > 1:
         ways = "; ".join(f"{e}: {n}" for e, n in zip(engines, found, strict=True))
@@ -205,6 +207,11 @@ def _new_values(
         fix = "give --draft-max-positions: as many as will be served"
         where, expected = "--draft-max-positions", "an integer above 0"
         problems.append(problem("HS603", where=where, got=got, expected=expected, fix=fix))
+    if config.draft_vocab_size is not None and config.draft_vocab_size > model.vocab_size:
+        expected = f"at most {model.vocab_size}, the ids of the target"
+        fix = "leave it out for the whole vocabulary, or give fewer ids"
+        size = config.draft_vocab_size
+        problems.append(problem("HS408", where="--draft-vocab-size", got=size, expected=expected, fix=fix))
     if len(problems) > before:
         return None
     return {
@@ -217,7 +224,7 @@ def _new_values(
         "rope": config.draft_rope or _target_rope(described),
         "max_position_embeddings": positions,
         "vocab_size": model.vocab_size,
-        "draft_vocab_size": min(config.draft_vocab_size or model.vocab_size, model.vocab_size),
+        "draft_vocab_size": config.draft_vocab_size or model.vocab_size,
         **{
             name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         },
@@ -321,12 +328,4 @@ def _spec(values: Mapping[str, Any], problems: list[Problem]) -> DraftSpec | Non
             expected = "sizes that fit together" if err["type"] == "value_error" else err["msg"]
             fix = "change the options of the draft"
             problems.append(problem("HS409", where=where, got=got, expected=expected, fix=fix))
-        return None
-
-
-def _attempt(call: Callable[[], T], problems: list[Problem]) -> T | None:
-    try:
-        return call()
-    except HsError as e:
-        problems += e.problems
         return None

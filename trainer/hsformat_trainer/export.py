@@ -9,6 +9,7 @@ checkpoint's. Any difference refuses the export, and no folder stays.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import hsformat
@@ -29,13 +31,15 @@ from hsformat.engines.profile import EngineProfile
 from hsformat.engines.targets import target_facts
 from hsformat.engines.vocabulary import check_map, vocabulary_digest
 from hsformat.layout import Layout, ServingLayout
-from hsformat.problems import ContractMismatch, ForeignFileError, NothingToOpen, Problem, Severity, problem
-from hsformat_trainer.checkpoint import MODEL, read_state, read_tensors
+from hsformat.problems import ContractMismatch, ForeignFileError, NothingToOpen, Problem, Severity, StoreError, problem
+from hsformat.validate.target import describe_target
+from hsformat_trainer.checkpoint import MODEL, STATE, checkpoints, read_state, read_tensors
 from hsformat_trainer.draft_files import draft_config, exported_name, plain_config, trained_layout, weight_shapes
 from hsformat_trainer.draft_plan import served_by
 from hsformat_trainer.draft_spec import DraftSpec
 from hsformat_trainer.engines_named import NamedEngine
 from hsformat_trainer.forward_check import forward_differs
+from hsformat_trainer.rope_served import rope_problems
 from hsformat_trainer.speculators_layout import speculators_config
 from hsformat_trainer.target_head import TargetHead
 
@@ -95,14 +99,18 @@ def read_trained(checkpoint: str | Path) -> Trained:
     Raises
     ------
     NothingToOpen
-        HS602: there is no such folder.
+        HS602: there is no such folder, or it is no checkpoint; of a run's folder, its checkpoints are named.
     ForeignFileError
-        HS602, HS603: it is no checkpoint, or one of another version.
+        HS602, HS603: it is damaged, or of another version.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
         expected, fix = "a folder OUT/checkpoints/step-N", "check the path"
         raise NothingToOpen(problem("HS602", where=str(folder), got="no such folder", expected=expected, fix=fix))
+    if not (folder / STATE).is_file():
+        expected, found = "a folder OUT/checkpoints/step-N", [str(p) for p in checkpoints(folder)]
+        fix = f"name a checkpoint of this run: {', '.join(found)}" if found else "name a folder OUT/checkpoints/step-N"
+        raise NothingToOpen(problem("HS602", where=str(folder), got=f"no {STATE}", expected=expected, fix=fix))
     state = read_state(folder)
     try:
         admitted = state["admitted"]
@@ -154,16 +162,19 @@ def export_draft(
     NothingToOpen
         There is no checkpoint or no target, or there is something at ``out``.
     ContractMismatch
-        Everything in which the folder would not be served as the draft was trained: 4xx, HS201, HS304.
+        Everything in which the folder would not be served as the draft was trained: 4xx, HS201, HS301, HS304.
     ForeignFileError
         The checkpoint or the target cannot be read.
+    StoreError
+        HS506: the folder cannot be written, as to a full disk. Nothing of it stays.
     """
     trained = read_trained(checkpoint)
     folder, model_folder = Path(out), Path(target or trained.target_folder)
     _check_places(folder, model_folder)
     facts = target_facts(model_folder)
     tensors = read_tensors(checkpoint, MODEL)
-    problems = _check_tensors(trained.spec, tensors, str(checkpoint))
+    problems = _check_target(trained.target, model_folder)
+    problems += _check_tensors(trained.spec, tensors, str(checkpoint))
     config = _config(trained, engines, profile, style, model_folder, problems)
     if config is None or _errors(problems):
         raise ContractMismatch(problems)
@@ -171,8 +182,9 @@ def export_draft(
     config |= {"dtype": str(stored).removeprefix("torch."), "torch_dtype": str(stored).removeprefix("torch.")}
     named = _named(tensors, stored, first_layer=_TRAINING_LAYER if style == "speculators" else None)
     new = folder.with_name(f".{folder.name}.new")
-    new.mkdir(parents=True)
     try:
+        _clear(new)  # of an export that was killed
+        new.mkdir(parents=True)
         (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(named, new / "model.safetensors", metadata={"format": "pt"})
         (new / NOTE).write_text(json.dumps(_note(trained, engines), indent=2) + "\n", encoding="utf-8")
@@ -186,9 +198,10 @@ def export_draft(
         if _errors(problems):
             raise ContractMismatch(list(dict.fromkeys(problems)))
         new.rename(folder)
+    except (OSError, SafetensorError) as e:
+        raise StoreError(_unwritable(folder, e)) from e
     finally:
-        if new.exists():
-            shutil.rmtree(new)
+        shutil.rmtree(new, ignore_errors=True)
     notes = tuple(dict.fromkeys(problems))
     return Exported(folder=folder, servings=tuple(s for s in servings if s is not None), notes=notes)
 
@@ -202,6 +215,34 @@ def _check_places(out: Path, target: Path) -> None:
         raise NothingToOpen(
             problem("HS602", where=str(target), got="no such folder", expected="a model folder", fix=fix)
         )
+
+
+def _clear(new: Path) -> None:
+    if new.is_dir() and not new.is_symlink():
+        shutil.rmtree(new)
+    else:
+        new.unlink(missing_ok=True)
+
+
+def _unwritable(folder: Path, e: Exception) -> Problem:
+    full = getattr(e, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(e)
+    fix = "free space on this disk, or give another --out" if full else "give --out a folder that can be made"
+    expected = "a draft folder that is written as a whole"
+    return problem("HS506", where=str(folder), got=e, expected=expected, fix=fix, severity=Severity.ERROR)
+
+
+def _check_target(trained: TargetModel, folder: Path) -> list[Problem]:
+    """Return HS301 for a folder of another target than that of the training: by its config, embedding, norm and head.
+
+    Other weights are not read here; they have no part in the export.
+    """
+    own = describe_target(trained.model_copy(update={"weights_digest": None}), folder).model
+    fix = "give --target: the folder of the target that the draft was trained for; or train a draft for this one"
+    return [
+        problem("HS301", where=f"{folder}: target.{name}", got=got, expected=f"{was}, as in training", fix=fix)
+        for name in ("config_digest", "basis_digest")
+        if (got := getattr(own, name)) != (was := getattr(trained, name))
+    ]
 
 
 def _check_tensors(spec: DraftSpec, tensors: Mapping[str, torch.Tensor], where: str) -> list[Problem]:
@@ -239,6 +280,7 @@ def _config(
     problems: list[Problem],
 ) -> dict[str, Any] | None:
     versions = {e.engine: e.version_or(profile) for e in engines if not e.is_custom}
+    problems += rope_problems(trained.spec, engines)
     keys: dict[str, Any] | None = {}
     if versions:
         model = trained.target

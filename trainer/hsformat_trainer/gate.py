@@ -8,35 +8,35 @@ no option goes past it. Importing this module brings no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TypeVar
 
 from hsformat.compare import compare
 from hsformat.compare_serving import compare_servings
 from hsformat.contract import Contract, compatibility_view, differing_fields
+from hsformat.engines.custom import PREFIX
 from hsformat.engines.positions import check_record_length
 from hsformat.engines.profile import EngineProfile, load_profile
 from hsformat.engines.targets import target_facts
 from hsformat.layout import Layout, ServingLayout, parse_capture_key
-from hsformat.problems import ContractMismatch, ForeignFileError, HsError, NothingToOpen, Problem, Severity, problem
+from hsformat.problems import ContractMismatch, NothingToOpen, Problem, Severity, problem
 from hsformat.source import RecordSource
 from hsformat.validate.target import check_target, describe_target
 from hsformat_trainer.admitted import Admitted, Source
+from hsformat_trainer.attempt import attempt
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.draft_files import trained_layout
 from hsformat_trainer.draft_plan import existing_spec, exported_draft, new_spec, served_by
 from hsformat_trainer.engines_named import NamedEngine, parse_serve
 from hsformat_trainer.held_out import lengths_of, split
 from hsformat_trainer.origins import origins_of, templates_of
+from hsformat_trainer.same_tokens import same_tokens
 from hsformat_trainer.special_ids import special_ids
 from hsformat_trainer.supervision import nothing_supervised
 
 __all__ = ["Admitted", "Source", "admit"]
-
-T = TypeVar("T")
 
 _SAID = frozenset({"aux", "architecture", "num_layers", "target_hidden_size", "vocab_size"})
 """Of a comparison of training with serving: what the comparison with the stores' contract says already."""
@@ -82,9 +82,9 @@ def admit(
     every = [*opened, *([apart] if apart else [])]
     first = opened[0]
     _check_paths(config)
-    profile = _attempt(lambda: _profile(config), problems)
-    facts = _attempt(lambda: target_facts(config.target), problems)
-    described = _attempt(lambda: describe_target(first.contract, config.target), problems)
+    profile = attempt(lambda: _profile(config), problems)
+    facts = attempt(lambda: target_facts(config.target), problems)
+    described = attempt(lambda: describe_target(first.contract, config.target), problems)
     problems += [p for one in every[1:] for p in _drift(one, first)]
     if described is not None:
         for one in every:
@@ -124,6 +124,8 @@ def admit(
         problems=problems,
     )
     problems += nothing_supervised(parts, config.mask_rule)
+    if not _errors(problems):
+        problems += same_tokens(parts)
     problems = list(dict.fromkeys(problems))
     if _errors(problems):
         raise ContractMismatch(problems)
@@ -161,7 +163,7 @@ def _open(
     problems: list[Problem] = []
 
     def opened(path: str, weight: float) -> _Opened | None:
-        store = _attempt(lambda: open_store(path), problems)
+        store = attempt(lambda: open_store(path), problems)
         return None if store is None else _Opened(name=path, source=store, weight=weight)
 
     if sources is None:
@@ -186,7 +188,8 @@ def _check_paths(config: TrainConfig) -> None:
     NothingToOpen
         HS602, one problem a path.
     """
-    named = ((config.target, "a model folder"), (config.engine_profile, "an engine profile"))
+    named = [(config.target, "a model folder"), (config.engine_profile, "an engine profile")]
+    named += [(e.removeprefix(PREFIX), "a custom layout") for e in config.serve if e.startswith(PREFIX)]
     problems = [
         problem("HS602", where=path, got="no such path", expected=expected, fix="check the path")
         for path, expected in named
@@ -298,16 +301,3 @@ def _training_problems(
         for p in compare_servings(trained, served.model_copy(update={"vocab_map": None}))
         if p.where not in _SAID
     ]
-
-
-def _attempt(call: Callable[[], T], problems: list[Problem]) -> T | None:
-    """Return what ``call`` returns, or None with its problems added; what does not exist ends it."""
-    try:
-        return call()
-    except (NothingToOpen, ForeignFileError) as e:
-        if isinstance(e, NothingToOpen):
-            raise
-        problems += e.problems
-    except HsError as e:
-        problems += e.problems
-    return None

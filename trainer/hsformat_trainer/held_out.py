@@ -40,7 +40,13 @@ def read_ids(path: str) -> list[str]:
     file = Path(path)
     if not file.is_file():
         raise NothingToOpen(
-            problem("HS602", where=path, got="no such file", expected="a file of record ids, one a line")
+            problem(
+                "HS602",
+                where=path,
+                got="no such file",
+                expected="a file of record ids, one a line",
+                fix="check the path of --held-out ids:FILE",
+            )
         )
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

@@ -47,6 +47,9 @@ class SplitHead:
     outside_ids: torch.Tensor
 
 
+_OWN = "give the folder of the model that the contract is about, whole"
+
+
 class TargetHead(nn.Module):
     """Embedding, final norm and head of a target.
 
@@ -118,14 +121,15 @@ class TargetHead(nn.Module):
                 where, expected = f"{folder}: {role}", f"{list(shape)} or more rows"
                 raise ForeignFileError(
                     problem("HS409", where=where, got=list(array.shape), expected=expected,
-                            fix="give the folder of the model that the contract is about")
+                            fix=_OWN)
                 )  # fmt: skip
             return _tensor(array[: shape[0]])
 
         def needed(role: Role, *shape: int) -> torch.Tensor:
             tensor = read(role, *shape)
             if tensor is None:
-                raise ForeignFileError(problem("HS411", where=f"{folder}: {role}", got="none", expected=list(shape)))
+                where, expected = f"{folder}: {role}", list(shape)
+                raise ForeignFileError(problem("HS411", where=where, got="none", expected=expected, fix=_OWN))
             return tensor
 
         embed = needed("embedding", vocab, hidden).to(device, dtype)
@@ -134,8 +138,11 @@ class TargetHead(nn.Module):
         if (head_bias is not None) != target.head.bias:
             got = "no bias" if head_bias is None else "a bias"
             raise ForeignFileError(
-                problem("HS411", where=f"{folder}: lm_head_bias", got=got, expected=f"head.bias {target.head.bias}")
-            )
+                problem(
+                    "HS411", where=f"{folder}: lm_head_bias", got=got, expected=f"head.bias {target.head.bias}",
+                    fix=_OWN,
+                )
+            )  # fmt: skip
         return cls(
             target,
             embed_weight=embed,

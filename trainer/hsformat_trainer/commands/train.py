@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -23,6 +24,9 @@ __all__ = ["train"]
 
 _LISTS = ("aux", "serve", "trackers")
 """Fields that a flag gives as text with commas."""
+
+_NUMBERS_OR_WORDS = ("clip",)
+"""Fields whose flag takes a number or ``null``."""
 
 
 def _flag_type(annotation: Any) -> type:
@@ -63,7 +67,7 @@ def _parameters() -> Iterator[inspect.Parameter]:
             weights = "Weights of the stores, in their order (2,0.5): how often their records come an epoch."
             yield parameter("weights", Annotated[str | None, typer.Option(help=weights)])
             continue
-        flag_type = _flag_type(field.annotation)
+        flag_type = str if name in _NUMBERS_OR_WORDS else _flag_type(field.annotation)
         words = [f"--{name.replace('_', '-')}"]
         if flag_type is bool:
             words = [f"{words[0]}/--no-{words[0].removeprefix('--')}"]
@@ -135,6 +139,10 @@ def _flags(options: dict[str, Any]) -> dict[str, Any]:
     for name in _LISTS:
         if flags.get(name) is not None:
             flags[name] = [part.strip() for part in flags[name].split(",") if part.strip()]
+    for name in _NUMBERS_OR_WORDS:
+        if flags.get(name) is not None:
+            with suppress(ValueError):  # a word stays one, and the config says whether it is known
+                flags[name] = float(flags[name])
     stores, weights = flags["stores"] or None, flags.pop("weights")
     flags["stores"] = stores
     if weights is not None:
@@ -145,13 +153,15 @@ def _flags(options: dict[str, Any]) -> dict[str, Any]:
             numbers = []
         if stores is None or len(numbers) != len(stores):
             expected = f"as many numbers as stores are given ({len(stores or [])}), with commas"
-            raise NothingToOpen(problem("HS603", where="--weights", got=weights, expected=expected))
+            fix = "give a weight for each store, as --weights 2,0.5"
+            raise NothingToOpen(problem("HS603", where="--weights", got=weights, expected=expected, fix=fix))
         flags["stores"] = [{"path": path, "weight": w} for path, w in zip(stores, numbers, strict=True)]
     if flags.get("draft_rope") is not None:
         try:
             flags["draft_rope"] = json.loads(flags["draft_rope"])
         except json.JSONDecodeError as e:
-            raise NothingToOpen(problem("HS603", where="--draft-rope", got=e, expected="a JSON object")) from e
+            fix = """give it as JSON: '{"rope_type": "default", "rope_theta": 10000.0}'"""
+            raise NothingToOpen(problem("HS603", where="--draft-rope", got=e, expected="a JSON object", fix=fix)) from e
     return flags
 
 
