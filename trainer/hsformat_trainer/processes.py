@@ -46,12 +46,13 @@ def _choose(name: str) -> str | None:
         names = ["auto", "cpu", *([] if there is None else [there.type, *(f"{there.type}:{i}" for i in range(count))])]
         expected, fix = f"one of {', '.join(names)}", "--device auto takes what there is"
         raise HsError(problem("HS410", where="--device", got=name, expected=expected, fix=fix))
-    if device.index is None:
+    index: int | None = device.index  # torch's annotation leaves None out
+    if index is None:
         return None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         expected, fix = f"{there.type} or auto: each process has its own", "choose devices with CUDA_VISIBLE_DEVICES"
         raise HsError(problem("HS410", where="--device", got=name, expected=expected, fix=fix))
-    torch.accelerator.set_device_index(device.index)
+    torch.accelerator.set_device_index(index)
     return str(device)
 
 
