@@ -30,10 +30,12 @@ from hsformat_trainer.checkpoint import (
 
 pytestmark = pytest.mark.needs("torch")
 
+PARTS: dict[str, Any] = {"tokens": 0, "config": {}, "admitted": {}, "spec": {}, "loader": {}, "random": []}
+
 
 def write(out: Path, step: int, score: float | None = None, size: int = 4) -> Path:
     return write_checkpoint(
-        out, step, state={"score": score}, tensors={MODEL: {"fc.weight": torch.full((size,), float(step))}}
+        out, step, state={**PARTS, "score": score}, tensors={MODEL: {"fc.weight": torch.full((size,), float(step))}}
     )
 
 
@@ -44,7 +46,7 @@ def score(state: Any) -> float | None:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder = write(tmp_path, 12, 0.1)
     assert folder == folder_of(tmp_path, 12) == latest(tmp_path)
-    assert read_state(folder) == {"format": 1, "step": 12, "score": 0.1}
+    assert read_state(folder) == {"format": 1, "step": 12, "score": 0.1, **PARTS}
     assert torch.equal(read_tensors(folder, MODEL)["fc.weight"], torch.full((4,), 12.0))
 
 
@@ -133,13 +135,13 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_one_whole(tmp_path: Path) -
         signal.signal(signal.SIGXFSZ, handler)
 
 
-KILLED = """
+KILLED = f"""
 import sys, torch
 from pathlib import Path
 from hsformat_trainer.checkpoint import MODEL, prune, write_checkpoint
 for step in range(1, 10**6):
-    tensors = {MODEL: {"fc.weight": torch.full((200_000,), float(step))}}
-    write_checkpoint(Path(sys.argv[1]), step, state={}, tensors=tensors)
+    tensors = {{MODEL: {{"fc.weight": torch.full((200_000,), float(step))}}}}
+    write_checkpoint(Path(sys.argv[1]), step, state={PARTS}, tensors=tensors)
     prune(Path(sys.argv[1]), keep=2, score=lambda state: None)
     print(step, flush=True)
 """

@@ -48,7 +48,7 @@ def make_checkpoint(base, tmp_path):
                 p += 0.1 * torch.randn_like(p)
         state = {
             "config": config.model_dump(mode="json"), "admitted": admitted.record(),
-            "spec": admitted.spec.model_dump(mode="json"),
+            "spec": admitted.spec.model_dump(mode="json"), "tokens": 0, "loader": {}, "random": [],
         }  # fmt: skip
         tensors = {k: v.detach().contiguous() for k, v in draft.state_dict().items()}
         return write_checkpoint(config.out, 3, state=state, tensors={"model.safetensors": tensors})
