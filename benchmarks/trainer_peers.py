@@ -190,7 +190,7 @@ def ours(args: argparse.Namespace) -> None:
             marks.step(tokens=numbers.tokens, supervised=self.supervised)
             return numbers
 
-    parts.Stepper = Marked  # type: ignore[misc]
+    parts.Stepper = Marked  # type: ignore[misc]  # as timed
     with tempfile.TemporaryDirectory() as out:
         config = config_of(args, args.store, args.target, args.precision, Path(out))
         loop.train(config, admit(config))

@@ -149,7 +149,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
             finally:
                 apart += time.process_time() - began
 
-    loop.Evaluator = Timed  # type: ignore[misc]
+    loop.Evaluator = Timed  # type: ignore[misc]  # as timed
     admitted = admit(config)
     began, wall = time.process_time(), time.perf_counter()
     result = loop.train(config, admitted)

@@ -102,7 +102,7 @@ class Encoder:
 
         try:
             self._pool.submit(run)
-        except BaseException:
+        except BaseException:  # whatever it is, it is raised again when nothing of the call is under way
             if not future.cancel():
                 future.exception()
             raise

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from factories import assert_same_record, tiny_contract, tiny_record
+from small_disk import small_disk
 
 import hsformat.store as hs
 from hsformat.problems import Problem, Severity, StoreError
@@ -33,15 +34,8 @@ FEW = [tiny_record(CONTRACT, f"r{i}", tokens=3 + i, seed=i) for i in range(4)]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Return a small disk of its own."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"may not mount a tmpfs here: {done.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "1m") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def commit(writer: hs.Writer, *records: Any) -> None:

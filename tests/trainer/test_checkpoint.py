@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_disk import small_disk
 
 from hsformat.problems import ForeignFileError, StoreError
 from hsformat_trainer.checkpoint import (
@@ -94,15 +95,8 @@ def test_damaged_and_missing_tensors_are_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Return a disk of 1 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"may not mount a tmpfs here: {done.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "1m") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def refuses(out: Path, size: int) -> str:

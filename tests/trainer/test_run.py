@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import pytest
+from small_disk import small_disk
 from tiny_training import STEPS, spec, tiny_admitted, tiny_config, write_data
 
 from hsformat.problems import ContractMismatch, HsError, InvalidRecord, NothingToOpen, StoreError
@@ -148,17 +148,8 @@ def test_a_loss_that_diverges_stops_it(data: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Return a disk of 250 kB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=250k", "tmpfs", str(path)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"may not mount a tmpfs here: {done.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "250k") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_full_disk_stops_it_and_the_checkpoint_before_is_whole(data: Path, disk: Path) -> None:

@@ -90,7 +90,7 @@ def run_unless_second(folder: Path, options: dict[str, Any], resume: bool) -> in
         def fails(*_: Any, **__: Any) -> None:
             raise ForeignFileError(problem("HS602", where="weights", got="damaged", expected="weights"))
 
-        loop.build = fails  # type: ignore[assignment]
+        loop.build = fails  # type: ignore[assignment]  # in a process of its own
     return run_tiny(folder, {**options, "max_steps": 1}, resume)
 
 

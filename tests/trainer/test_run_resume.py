@@ -166,9 +166,9 @@ def test_a_source_that_is_no_store_is_known_by_its_tokens(data: Path) -> None:
 
     records = Records(hs.open(data / "data.hs.zarr"))
     before = source_digest(records)  # type: ignore[arg-type] # as far as it is asked
-    assert source_digest(Records(records)) == before  # type: ignore[arg-type]
+    assert source_digest(Records(records)) == before  # type: ignore[arg-type]  # as little of a source as is asked for
     records[2].input_ids[3] += 1
-    assert source_digest(records) != before  # type: ignore[arg-type]
+    assert source_digest(records) != before  # type: ignore[arg-type]  # as little of a source as is asked for
 
 
 def test_a_longer_run_at_another_rate_goes_on_and_says_so(

@@ -250,6 +250,6 @@ def _told(folder: Path, new: Path) -> Iterator[None]:
             "HS506", where=str(folder), got=e, expected=expected, fix=f"{fix}; {kept}", severity=Severity.ERROR
         )
         raise StoreError([found]) from e
-    except BaseException:
+    except BaseException:  # raised again: nothing unfinished stays
         shutil.rmtree(new, ignore_errors=True)
         raise

@@ -127,7 +127,7 @@ def _yaml() -> Any:
 def _loader(yaml: Any) -> Any:
     """Return the safe loader, to which ``1e-4`` is a number, as it is in YAML 1.2."""
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # the module is passed in, so that it is Any
         pass
 
     number = r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)[eE][-+]?[0-9]+"

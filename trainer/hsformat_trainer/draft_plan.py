@@ -174,7 +174,7 @@ def _later_norm(
 ) -> str | None:
     if layers == 1:
         return None
-    found = [attempt(lambda e=e: e.later_layers_norm(profile), []) for e in engines]  # type: ignore[misc]
+    found = [attempt(lambda e=e: e.later_layers_norm(profile), []) for e in engines]  # type: ignore[misc]  # mypy infers no default of a lambda
     norms = [norm for norm in found if norm is not None]
     if len(set(norms)) > 1:
         ways = "; ".join(f"{e}: {n}" for e, n in zip(engines, found, strict=True))

@@ -171,5 +171,5 @@ def _counted(problems: list[Problem]) -> str:
 
 
 _signature = inspect.Signature(list(_parameters()))
-train.__signature__ = _signature  # type: ignore[attr-defined]
+train.__signature__ = _signature  # type: ignore[attr-defined]  # typer reads it
 train.__annotations__ = {p.name: p.annotation for p in _signature.parameters.values()} | {"return": None}
