@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hsformat.contract import Contract
 from hsformat.layout import parse_capture_key
+from hsformat.problems import ContractMismatch, Problem, Severity
 from hsformat.record import Record
 from hsformat.target import describe
 from hsformat.testing import build_store, tiny_contract, tiny_record
 from hsformat.testing.builders import tiny_target
 from hsformat_trainer.config import TrainConfig
+from hsformat_trainer.gate import admit
 
-__all__ = ["BOTH", "contract_of", "make_config", "make_run", "make_store", "make_target"]
+__all__ = ["BOTH", "contract_of", "make_config", "make_run", "make_store", "make_target", "refused"]
 
 BOTH = ("sglang@0.5.23", "vllm@0.32.0")
 AUX, LAST = ("d1", "d2", "d3"), "d4"
@@ -81,3 +85,10 @@ def make_run(tmp: Path, **changes: Any) -> TrainConfig:
     target = make_target(tmp / "target")
     make_store(tmp / "data.hs.zarr", contract_of(target))
     return make_config(tmp, **changes)
+
+
+def refused(config: TrainConfig) -> list[Problem]:
+    """Return the errors for which a run is not admitted."""
+    with pytest.raises(ContractMismatch) as e:
+        admit(config)
+    return [p for p in e.value.problems if p.severity is Severity.ERROR]

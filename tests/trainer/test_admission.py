@@ -7,11 +7,11 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from runs import AUX, BOTH, contract_of, make_config, make_run, make_store, make_target
+from runs import AUX, BOTH, contract_of, make_config, make_run, make_store, make_target, refused
 from safetensors.numpy import save_file
 
 import hsformat as hs
-from hsformat.problems import ContractMismatch, NothingToOpen, Severity
+from hsformat.problems import NothingToOpen
 from hsformat.testing import digest, tiny_record
 from hsformat_trainer.admitted import differences
 from hsformat_trainer.draft_files import draft_config, plain_config, weight_shapes
@@ -32,12 +32,6 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     make_run(folder)
     return folder
-
-
-def refused(config):
-    with pytest.raises(ContractMismatch) as e:
-        admit(config)
-    return [p for p in e.value.problems if p.severity is Severity.ERROR]
 
 
 def codes(problems):

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from runs import AUX, BOTH, contract_of, make_config, make_run, make_store, make_target
+from runs import AUX, BOTH, contract_of, make_config, make_run, make_store, make_target, refused
 
 import hsformat as hs
-from hsformat.problems import ContractMismatch, Severity
+from hsformat.problems import Severity
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.draft_files import plain_config, trained_layout
 from hsformat_trainer.gate import admit
@@ -24,12 +24,6 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     make_run(folder)
     return folder
-
-
-def refused(config):
-    with pytest.raises(ContractMismatch) as e:
-        admit(config)
-    return [p for p in e.value.problems if p.severity is Severity.ERROR]
 
 
 def draft_of(base, tmp, **changes):
