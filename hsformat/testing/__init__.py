@@ -25,6 +25,7 @@ pytest.register_assert_rewrite(*(f"hsformat.testing.{name}" for name in ("_harne
 
 from hsformat.testing.broken import BREAKS, Break, broken_records
 from hsformat.testing.builders import (
+    assert_same_bytes,
     assert_same_record,
     build_store,
     digest,
@@ -41,6 +42,7 @@ __all__ = [
     "Break",
     "ExtractorConformance",
     "StoreConformance",
+    "assert_same_bytes",
     "assert_same_record",
     "broken_records",
     "build_store",

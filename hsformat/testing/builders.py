@@ -18,7 +18,15 @@ from hsformat.dtypes import numpy_dtype
 from hsformat.record import Record
 from hsformat.store import append, create
 
-__all__ = ["assert_same_record", "build_store", "digest", "tiny_contract", "tiny_record", "tiny_target"]
+__all__ = [
+    "assert_same_bytes",
+    "assert_same_record",
+    "build_store",
+    "digest",
+    "tiny_contract",
+    "tiny_record",
+    "tiny_target",
+]
 
 
 def digest(fill: str) -> str:
@@ -180,6 +188,22 @@ def build_store(
     for writer in opened:
         writer.close()
     return Path(path)
+
+
+def assert_same_bytes(got: bytes | memoryview, wanted: bytes | memoryview, where: object = "") -> None:
+    """Compare bytes of any number; pytest's own comparison of megabytes takes minutes to explain what differs.
+
+    Raises
+    ------
+    AssertionError
+        Another length or another byte; the message has both lengths, or the first place that differs.
+    """
+    if got == wanted:
+        return
+    if len(got) != len(wanted):
+        raise AssertionError(f"{where}: {len(got)} bytes, not {len(wanted)}")
+    first = int(np.argmax(np.frombuffer(got, np.uint8) != np.frombuffer(wanted, np.uint8)))
+    raise AssertionError(f"{where}: byte {first} of {len(got)} is {got[first]:#04x}, not {wanted[first]:#04x}")
 
 
 def assert_same_record(got: Record, wanted: Record) -> None:

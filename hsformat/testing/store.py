@@ -31,7 +31,7 @@ from hsformat.record import Record
 from hsformat.store import append, create
 from hsformat.store import open as open_store
 from hsformat.store.backend import Backend, Data, Sink, open_object
-from hsformat.testing.builders import assert_same_record, tiny_contract, tiny_record
+from hsformat.testing.builders import assert_same_bytes, assert_same_record, tiny_contract, tiny_record
 from hsformat.testing.strategies import contracts, record_lists
 from hsformat.validate import validate_store
 
@@ -149,7 +149,7 @@ class StoreConformance:
             writer.write(key, data)
             for backend in (writer, handle()):
                 assert backend.size(key) == len(data)
-                assert backend.read(key) == bytes(data)
+                assert_same_bytes(backend.read(key), bytes(data), key)
 
     def test_ranges_are_read_exactly(self) -> None:
         """From anywhere, of any length; fewer bytes at the end, never more, never zeros."""
@@ -158,7 +158,7 @@ class StoreConformance:
         backend.write("a/x", data)
         for start, length in ((0, 0), (0, 1), (1, 255), (7, MIB), (len(data) - 3, 3), (len(data) - 3, 10), (300, None)):
             stop = None if length is None else start + length
-            assert backend.read("a/x", start, length) == data[start:stop], (start, length)
+            assert_same_bytes(backend.read("a/x", start, length), data[start:stop], (start, length))
 
     def test_opened_objects_are_read_in_place(self) -> None:
         """Any range, into several arrays one after another; at the end fewer bytes, and nothing else is touched."""
@@ -189,7 +189,7 @@ class StoreConformance:
             sink.write(b"")
         sink.close()
         assert handle().size("a/b/x") == len(data)
-        assert handle().read("a/b/x") == data.tobytes()
+        assert_same_bytes(handle().read("a/b/x"), data.tobytes(), "a/b/x")
         with pytest.raises(FileExistsError):
             self._replace(handle(), "a/b/x")
         assert handle().read("a/b/x", 0, 5) == data[:5].tobytes()

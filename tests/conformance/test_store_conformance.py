@@ -12,7 +12,8 @@ import pytest
 from hsformat.store import building
 from hsformat.store.backend import Backend, BufferedSink, Entry
 from hsformat.store.local import LocalBackend
-from hsformat.testing import StoreConformance
+from hsformat.testing import StoreConformance, assert_same_bytes
+from hsformat.testing.store import MIB
 
 
 class TestLocalBackend(StoreConformance):
@@ -339,6 +340,18 @@ def run(suite: StoreConformance, test: str) -> None:
 def test_a_place_that_breaks_a_promise_fails(wrong, test, tmp_path):
     with pytest.raises((AssertionError, pytest.fail.Exception, ValueError, OSError)):
         run(suite_of(lambda name: wrong(str(tmp_path / name))), test)
+
+
+def test_megabytes_that_differ_are_told_in_a_line():
+    """Where the environment has CI, pytest explained 12 MiB for minutes: a worker was killed by the limit of a test."""
+    same, size = b"\0" * (12 * MIB), 12 * MIB
+    assert_same_bytes(same, bytes(size))
+    other = bytearray(same)
+    other[size - 2] = 7
+    with pytest.raises(AssertionError, match=rf"^a/x: byte {size - 2} of {size} is 0x00, not 0x07$"):
+        assert_same_bytes(same, bytes(other), "a/x")
+    with pytest.raises(AssertionError, match=rf"{size} bytes, not {size - 1}"):
+        assert_same_bytes(same, same[1:], "a/x")
 
 
 def test_a_writer_that_commits_before_it_settles_is_found(tmp_path, monkeypatch):

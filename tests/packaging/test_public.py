@@ -76,6 +76,7 @@ TESTING = {
     "Break",
     "ExtractorConformance",
     "StoreConformance",
+    "assert_same_bytes",
     "assert_same_record",
     "broken_records",
     "build_store",

@@ -17,7 +17,7 @@ from hsformat.problems import StoreError
 from hsformat.store.backend import CountedSource, RangedObject
 from hsformat.store.local import LocalBackend, LocalFile
 from hsformat.store.segment import SegmentReader
-from hsformat.testing.builders import assert_same_record, tiny_record
+from hsformat.testing.builders import assert_same_bytes, assert_same_record, tiny_record
 
 FIELDS = [
     {"name": "logprob", "axis": "token", "dtype": "float32", "shape": [], "must_understand": False},
@@ -73,7 +73,7 @@ def test_a_stream_reads_every_byte_once_and_every_row(tmp_path: Path, codec: Any
         assert blocks is not None
         rows = b"".join(block.tobytes() for block in blocks)
         arrays = [r.hidden["d3"] if name == "hidden/d3" else np.asarray(r.input_ids, np.int32) for r in records]
-        assert rows == b"".join(a.tobytes() for a in arrays)
+        assert_same_bytes(rows, b"".join(a.tobytes() for a in arrays), name)
         (file,) = (f for key, f in commit.files.items() if key.startswith(f"{name}/c/"))
         assert str(total) == file.checksum
 
