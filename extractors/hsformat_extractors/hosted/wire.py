@@ -3,8 +3,8 @@
 The extractor (``extractor``) runs in hsformat's process, which has no engine. A :class:`Driver` runs in a child process
 (``host``), where an engine may die, hang or print whatever it likes. Both import this module and nothing of each other.
 
-States travel as safetensors files in the staging folder, one a request, which the extractor deletes when it has read them: a driver
-writes a file under another name and renames it, so that it is there whole or not at all.
+States travel as safetensors files in the staging folder, one a request, which the extractor deletes when it has read
+them: a driver writes a file under another name and renames it, so that it is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request: an id that no other request of this run has, made of letters, digits and ``-``; token ids, at least one."""
+    """One request: an id of its own in this run, made of letters, digits and ``-``; token ids, at least one."""
 
     request: str
     prompt: tuple[int, ...]
@@ -79,8 +79,8 @@ class Answer:
     tokens
         All tokens: the prompt as the engine has it, and what it wrote.
     file
-        Name of the file in the staging folder; rows [S, H] a capture in the dtype that the engine computed in, S = T or, where
-        the engine wrote tokens, T - 1: the last one is never run.
+        Name of the file in the staging folder; rows [S, H] a capture in the dtype that the engine computed in, S = T
+        or, where the engine wrote tokens, T - 1: the last one is never run.
     """
 
     request: str
@@ -101,8 +101,10 @@ class Driver(Protocol):
     """One engine, in the child process. Constructed without arguments; an exception of any method ends the child."""
 
     def start(self, launch: Launch) -> Mapping[str, Any]:
-        """Load the target, or reach the server. Return provenance as JSON data: ``versions``, ``device``, ``engine``
-        (arguments that it was started with), ``max_tokens`` (the longest sequence that it takes, answer included).
+        """Load the target, or reach the server; return provenance as JSON data.
+
+        ``versions``, ``device``, ``engine`` (arguments that it was started with) and ``max_tokens``, the longest
+        sequence that it takes, answer included.
         """
         ...
 
