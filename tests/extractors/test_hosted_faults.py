@@ -1,4 +1,7 @@
-"""Engines that misbehave in every way that was reported: each is caught, with its code, and nothing else is lost."""
+"""Engines that misbehave in every way that was reported: each is caught, with its code, and nothing else is lost.
+
+What they say is looked at here, so that they run in this process; ``test_hosted_deaths`` is about the child process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def staging(tmp_path):
 
 def run(driver, staging, *keys, generation=GIVEN, lengths=LENGTHS, **options):
     """Load and extract; return what came by id, and what the run died of."""
-    extractor = toy(driver)()
+    extractor = toy(driver, direct=True)()
     request = request_for(*keys, generation=generation, staging=staging, **options)
     assert not [p for p in extractor.preflight(request) if p.severity == "error"]
     out, died = {}, None
