@@ -28,6 +28,7 @@ def installed_version(package: str) -> str | None:
 
     The module is not imported.
     """
+    found: str | None
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a build of the engine may have another name than its module
