@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -189,6 +190,50 @@ def test_what_was_given_is_committed_and_the_next_run_asks_for_the_rest(driver, 
             np.testing.assert_array_equal(h, b[i].hidden[key])
 
 
+def test_the_command_says_what_the_engine_died_of_and_goes_on(tmp_path, temporary):
+    here = Path(__file__).parent
+    info = tmp_path / "toys-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hsformat.extractors]\ntoy = toys:ToyExtractor\n")
+    rows = [{"id": s.id, "input_ids": s.input_ids.tolist(), "loss_mask": [1] * len(s)} for s in samples(*LENGTHS)]
+    data, out = tmp_path / "data.jsonl", tmp_path / "data.hs.zarr"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def run(driver):
+        path = os.pathsep.join([str(tmp_path), str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [
+            "extract",
+            "--engine",
+            "toy",
+            "--layers",
+            "2,4",
+            "--last",
+            "post",
+            "--dtype",
+            "float32",
+            "--format",
+            "json",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", "from hsformat.cli import main; main()", *command, "--format", "json", "--model",
+             str(here.parent / "data" / "tiny-llama"), "--data", str(data), "--out", str(out)],
+            env={**os.environ, "PYTHONPATH": path, "TOY_DRIVER": f"toy_engine:{driver}", "TMPDIR": str(temporary)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert "Traceback" not in done.stderr.replace("    Traceback", "")  # the engine's own is quoted, indented
+        return done
+
+    done = run("IsKilled")
+    assert done.returncode == 2
+    assert "the engine died (SIGKILL)" in done.stdout + done.stderr
+    assert len(hs.open(out)) == 5
+    done = run("Honest")
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert (found["written"], found["skipped"]) == (5, 5)
+
+
 def test_an_engine_that_says_that_the_disk_is_full_is_understood(tmp_path):
     out = tmp_path / "data.hs.zarr"
     with pytest.raises(HsError) as e:
@@ -222,6 +267,12 @@ def test_a_staging_folder_that_becomes_full_ends_the_run_and_what_was_given_stay
     written = len(hs.open(out))
     assert 3 <= written < len(LENGTHS)
     assert extract(ToyExtractor(), out).skipped == written
+
+
+def test_the_log_of_an_engine_that_does_not_stand_the_proof_is_removed(temporary):
+    with pytest.raises(HsError):
+        toy("ZeroRows")().load(request_for("d4"))
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_caller_that_goes_away_leaves_nothing_for_the_next():
