@@ -275,6 +275,17 @@ def test_the_log_of_an_engine_that_does_not_stand_the_proof_is_removed(temporary
     assert list(temporary.iterdir()) == []
 
 
+def test_windows_that_are_not_begun_are_not_run_once_stopping():
+    extractor = toy("Slow")()
+    extractor.load(request_for("d4", window=5))
+    found = []
+    for record in extractor.extract(samples(*[4] * 100), stopping=lambda: bool(found)):
+        found.append(record.id)
+    assert found == [f"s{i}" for i in range(5)]
+    assert len(list(extractor.extract(samples(4, 5)))) == 2  # and nothing of the others comes later
+    extractor.close()
+
+
 def test_a_caller_that_goes_away_leaves_nothing_for_the_next():
     extractor = ToyExtractor()
     extractor.load(request_for("d4", window=2))
