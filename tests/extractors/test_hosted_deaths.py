@@ -17,7 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from small_disk import small_disk
-from toys import ToyExtractor, request_for, samples, toy
+from toys import TINY_LLAMA, ToyExtractor, request_for, samples, toy
 
 import hsformat as hs
 from hsformat.extraction import extract_to_store, make_contract
@@ -190,47 +190,41 @@ def test_what_was_given_is_committed_and_the_next_run_asks_for_the_rest(driver, 
             np.testing.assert_array_equal(h, b[i].hidden[key])
 
 
-def test_the_command_says_what_the_engine_died_of_and_goes_on(tmp_path, temporary):
-    here = Path(__file__).parent
+@pytest.mark.needs("torch")
+def test_the_command_says_what_the_engine_died_of_and_goes_on(tmp_path, monkeypatch, cli):
     info = tmp_path / "toys-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[hsformat.extractors]\ntoy = toys:ToyExtractor\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     rows = [{"id": s.id, "input_ids": s.input_ids.tolist(), "loss_mask": [1] * len(s)} for s in samples(*LENGTHS)]
     data, out = tmp_path / "data.jsonl", tmp_path / "data.hs.zarr"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = (
+        "extract",
+        "--engine",
+        "toy",
+        "--layers",
+        "2,4",
+        "--last",
+        "post",
+        "--dtype",
+        "float32",
+        "--format",
+        "json",
+    )
 
     def run(driver):
-        path = os.pathsep.join([str(tmp_path), str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [
-            "extract",
-            "--engine",
-            "toy",
-            "--layers",
-            "2,4",
-            "--last",
-            "post",
-            "--dtype",
-            "float32",
-            "--format",
-            "json",
-        ]
-        done = subprocess.run(
-            [sys.executable, "-c", "from hsformat.cli import main; main()", *command, "--format", "json", "--model",
-             str(here.parent / "data" / "tiny-llama"), "--data", str(data), "--out", str(out)],
-            env={**os.environ, "PYTHONPATH": path, "TOY_DRIVER": f"toy_engine:{driver}", "TMPDIR": str(temporary)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert "Traceback" not in done.stderr.replace("    Traceback", "")  # the engine's own is quoted, indented
-        return done
+        monkeypatch.setenv("TOY_DRIVER", f"toy_engine:{driver}")
+        return cli(*words, "--model", TINY_LLAMA, "--data", data, "--out", out)
 
-    done = run("IsKilled")
-    assert done.returncode == 2
-    assert "the engine died (SIGKILL)" in done.stdout + done.stderr
+    code, told, shown = run("IsKilled")
+    assert code == 2
+    assert "the engine died (SIGKILL)" in told + shown
     assert len(hs.open(out)) == 5
-    done = run("Honest")
-    assert done.returncode == 0
-    found = json.loads(done.stdout)
+    code, told, _ = run("Honest")
+    assert code == 0
+    found = json.loads(told)
     assert (found["written"], found["skipped"]) == (5, 5)
 
 
