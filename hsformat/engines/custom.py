@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from hsformat.engines.drafts import Draft
-from hsformat.engines.rows import DraftRow, IdReader, OptionRule
+from hsformat.engines.rows import DraftRow, IdReader, Loading, OptionRule
 from hsformat.layout import AuxInput, CaptureKey, Shift, parse_capture_key
 from hsformat.models import FromList, Frozen
 from hsformat.problems import ForeignFileError, NothingToOpen, Problem, problem
@@ -22,6 +22,12 @@ __all__ = ["PREFIX", "CustomLayout", "load_custom"]
 
 PREFIX: Final = "custom:"
 """Before the path of such a file, in the place of an engine's name."""
+
+_LOADING = Loading(
+    mlp_width="intermediate_size", null_target_width="absent", no_draft_vocab="null", empty_ids="absent",
+    hidden_keys=(), map_name="anywhere", other_names={}, skipped=(), query_rank="any", config_class=False, needed=(),
+    source="of an engine that nobody described further",
+)  # fmt: skip
 
 
 class CustomLayout(Frozen):
@@ -67,6 +73,13 @@ class CustomLayout(Frozen):
     head: Literal["own"]
     shift: Shift
 
+    @field_validator("aux")
+    @classmethod
+    def _once(cls, aux: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(aux)) != len(aux):
+            raise ValueError(f"a capture is named twice: {', '.join(aux)}")
+        return aux
+
     @property
     def inputs(self) -> tuple[AuxInput, ...]:
         """The aux inputs."""
@@ -92,7 +105,7 @@ class CustomLayout(Frozen):
             rope_layouts=("rope_theta", "rope_parameters"),
             partial_rotary_keys=("partial_rotary_factor", "rope_parameters.partial_rotary_factor"),
             shift=self.shift, versions=(self.version,), source="stated by a custom layout",
-            evidence="read",
+            evidence="read", loading=_LOADING,
         )  # fmt: skip
 
 

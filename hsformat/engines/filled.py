@@ -5,7 +5,7 @@ to those that ``config.json`` leaves out: an absent ``max_position_embeddings`` 
 ``config_defaults.json`` holds those values for the keys that hsformat reads, with the keys for which a class takes
 null; a value that a class computes from other keys (``head_dim`` of ``llama``) is none of them. It was made with
 Transformers 5.24.0 and is the same for 5.19.0, which vLLM 0.32.0 and SGLang 0.5.23 bring; older ones were not tried.
-Whatever is filled in is named in a problem. Imports ``problems`` alone.
+Whatever is filled in is named in a problem. May import ``drafts``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-__all__ = ["ALIASES", "KEYS", "MODEL_TYPES", "ConfigClass", "config_class"]
+from hsformat.engines.drafts import ABSENT, Draft
+from hsformat.engines.rows import DraftRow
+from hsformat.problems import Problem, Severity, problem
+
+__all__ = [
+    "ALIASES",
+    "KEYS",
+    "MODEL_TYPES",
+    "Attribute",
+    "ConfigClass",
+    "attribute",
+    "class_of",
+    "config_class",
+    "named",
+]
 
 KEYS: Final = (
     "max_position_embeddings", "head_dim", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
@@ -62,6 +76,51 @@ class ConfigClass:
 def config_class(model_type: object) -> ConfigClass | None:
     """Return the class that reads configs of a ``model_type``; None: the table has none."""
     return _table().get(model_type) if isinstance(model_type, str) else None
+
+
+class Attribute(NamedTuple):
+    """What an engine sees under a key of the decoder: ``owner`` is the class that filled it in, None: it is stated.
+
+    ``value`` is :data:`~hsformat.engines.drafts.ABSENT` where neither does it.
+    """
+
+    value: Any
+    owner: str | None
+
+
+def class_of(draft: Draft, row: DraftRow | None) -> ConfigClass | None:
+    """Return the class by which an engine reads a draft's config; None: by none, or by one that is not known.
+
+    ``row`` None: by that of its ``model_type`` in the plain layout, as the engines of the tables do.
+    """
+    by_class = draft.layout == "plain" and (row is None or row.loads.config_class)
+    return config_class(draft.decoder.get("model_type")) if by_class else None
+
+
+def attribute(draft: Draft, key: str, row: DraftRow | None) -> Attribute:
+    """Return what an engine sees under a key of the decoder."""
+    if key in draft.decoder:
+        return Attribute(draft.decoder[key], None)
+    cls = class_of(draft, row)
+    if cls is not None and key in cls.defaults:
+        return Attribute(cls.defaults[key], cls.name)
+    return Attribute(ABSENT, None)
+
+
+def named(draft: Draft, key: str, found: Attribute, code: str) -> Problem:
+    """Return the warning that names what a class fills in."""
+    return problem(
+        code,
+        where=draft.at(f"{draft.decoder_prefix}{key}"),
+        got=f"not stated: {found.owner}'s {_shown(found.value)}",
+        expected="a stated value",
+        fix=f"write {key} as the draft was trained; engines take {_shown(found.value)}",
+        severity=Severity.WARNING,
+    )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @cache

@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from typing import Literal
 
 from hsformat.engines.rows import (
-    CaptureRow, DraftRow, HiddenKey, IdKey, IdReader, Loading, NotRun, OptionRule, Unsupported,
+    CaptureRow,
+    DraftRow,
+    HiddenKey,
+    IdKey,
+    IdReader,
+    Loading,
+    NotRun,
+    OptionRule,
+    Unsupported,
 )
 from hsformat.layout import EAGLE3_SHIFT
 
@@ -184,7 +192,6 @@ def _inside(reader: IdReader) -> IdReader:
     """Return where a reader looks in the speculators layout: its config is the decoder's, and ids beside it count."""
     keys = tuple(IdKey(path=f"{_INNER}.{key.path}", plus=key.plus) for key in reader.keys)
     return IdReader(name=reader.name, keys=(_TOP, *keys), positions=reader.positions)
-
 
 
 def _option(*keys: str, default: bool = False, combine: Literal["first", "any"] = "first") -> OptionRule:

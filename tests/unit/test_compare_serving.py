@@ -24,7 +24,7 @@ def serving(*keys: str, **changes: object) -> ServingLayout:
         "num_layers": contract.target.num_layers, "target_hidden_size": contract.target.hidden_size,
         "vocab_size": contract.target.vocab_size, "aux": aux, "hidden_size": 8, "num_draft_layers": 1,
         "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-        "later_layers_norm": None, "rope": (), "max_positions": 64, "embedding": "target", "head": "draft",
+        "later_layers_norm": None, "rope": (), "max_positions": 64, "rms_norm_eps": 1e-5, "embedding": "target", "head": "draft",
         "draft_vocab_size": 100, "vocab_map": None, "shift": EAGLE3_SHIFT,
     }  # fmt: skip
     return ServingLayout.model_validate({**facts, **changes})

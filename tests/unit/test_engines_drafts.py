@@ -384,8 +384,12 @@ def test_a_map_of_ids_is_named_as_such(look):
 
 def test_a_map_of_ids_without_t2d(look):
     spread = list(range(1, 1 + 2 * VD, 2))
-    assert look(weights=draft_weights(ids=spread, t2d=None)) == []
-    assert look.warnings == ["HS408"]  # neighbouring ids would tell
+    assert look(weights=draft_weights(ids=spread, t2d=None)) == ["HS408"]  # neighbouring ids would tell
+    assert look(weights=draft_weights(ids=spread)) == []
+    low = np.array(range(VD), np.int64) + 5  # i + d2t[i] stays in range and rises, as if they were offsets
+    assert look(weights=draft_weights(d2t=low, t2d=None)) == ["HS408"]
+    with pytest.raises(ResolveError):
+        resolve("vllm", draft=look.draft, target=look.target, version="0.32.0")
     assert look(weights=draft_weights(d2t=np.array(IDS, np.int64) + 30, t2d=None)) == ["HS408"]
 
 

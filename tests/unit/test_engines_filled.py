@@ -25,7 +25,7 @@ TINY = {
 
 
 def class_facts(model_type: str) -> dict[str, Any]:
-    """Return a class's name, the constants it fills in, the keys for which it takes null, and whether a head is rotated.
+    """Return a class's name, the constants it fills in, the keys for which it takes null, and what a head is.
 
     DeepSeek's classes take ``qk_rope_head_dim`` for a ``head_dim`` that a config leaves out.
     """
@@ -38,7 +38,7 @@ def class_facts(model_type: str) -> dict[str, Any]:
             defaults[key] = fields[key]
         try:
             cls(**TINY, **{key: None})
-        except Exception:  # noqa: BLE001 - whatever the class raises, it does not take null
+        except Exception:  # whatever the class raises, it does not take null
             continue
         null.append(key)
     rotated = getattr(cls(**TINY, qk_rope_head_dim=6), "head_dim", None) == 6
