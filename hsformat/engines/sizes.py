@@ -126,8 +126,9 @@ def read_sizes(draft: Draft, problems: list[Problem], row: DraftRow | None = Non
 
 
 def read_epsilon(draft: Draft, row: DraftRow, problems: list[Problem]) -> float | None:
-    """Return ``rms_norm_eps`` of all norms of a draft; None: it is not known. HS405 (warning) names one that a class
-    fills in, HS603 one that is no number above 0.
+    """Return ``rms_norm_eps`` of all norms of a draft; None: it is not known.
+
+    HS405 (warning) names one that a class fills in, HS603 one that is no number above 0.
     """
     found = attribute(draft, "rms_norm_eps", row)
     if found.owner is not None:

@@ -119,8 +119,8 @@ CAPTURES = (
         _BEFORE_EACH,
         _DSA,
         _LATE,
-        "models/deepseek_v32/nvidia/model.py, amd/model.py: none after the last layer; id 0 is captured by nvidia/ alone, "
-        "amd/ fails at it, so that it is refused for both",
+        "models/deepseek_v32/nvidia/model.py, amd/model.py: none after the last layer; id 0 is captured by nvidia/ "
+        "alone, amd/ fails at it, so that it is refused for both",
     ),
 )  # fmt: skip
 
