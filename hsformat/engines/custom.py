@@ -58,7 +58,7 @@ class CustomLayout(Frozen):
     hsformat_custom_layout: Literal["1"]
     name: Annotated[str, Field(min_length=1)]
     version: Annotated[str, Field(min_length=1)]
-    aux: Annotated[tuple[CaptureKey, ...], Field(min_length=1), FromList]
+    aux: Annotated[tuple[CaptureKey, ...], FromList]
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -76,6 +76,8 @@ class CustomLayout(Frozen):
     @field_validator("aux")
     @classmethod
     def _once(cls, aux: tuple[str, ...]) -> tuple[str, ...]:
+        if not aux:
+            raise ValueError("no capture is named")
         if len(set(aux)) != len(aux):
             raise ValueError(f"a capture is named twice: {', '.join(aux)}")
         return aux
