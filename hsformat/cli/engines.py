@@ -56,8 +56,8 @@ def _lines(name: str) -> list[str]:
     head, *shown = columns(rows)
     lines = [engine.title, f"  {head}"]
     for row, line in zip(engine.captures, shown, strict=True):
-        names = ", ".join(row.architectures)
-        targets = wrap(names, 110, initial_indent="    targets ", subsequent_indent=" " * 12, break_long_words=False)
+        known = ", ".join(row.architectures)
+        targets = wrap(known, 110, initial_indent="    targets ", subsequent_indent=" " * 12, break_long_words=False)
         lines += [f"  {line}", *targets]
     for refused in engine.unsupported:
         versions = versions_text(name, refused.versions)
