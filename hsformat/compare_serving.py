@@ -73,6 +73,8 @@ def compare_servings(trained: ServingLayout, served: ServingLayout) -> list[Prob
             a, b = getattr(trained, name), getattr(served, name)
             if a != b:
                 out.append(_differs(code, name, a, b))
+    if None not in (trained.rms_norm_eps, served.rms_norm_eps) and trained.rms_norm_eps != served.rms_norm_eps:
+        out.append(_differs("HS405", "rms_norm_eps", trained.rms_norm_eps, served.rms_norm_eps))
     if trained.embedding == "draft" and served.embedding == "target":
         out.append(_differs("HS412", "embedding", "draft", "target"))
     if trained.head == "draft" and served.head == "target":

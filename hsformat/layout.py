@@ -142,11 +142,13 @@ class ServingLayout(Frozen):
     rope, max_positions
         Rotary embedding of the draft's attention and the ``max_position_embeddings`` that bounds its positions; null:
         the config states none.
+    rms_norm_eps
+        Of all norms of the draft; null: the config states none, and no class fills it in.
     embedding, head
-        Whose are used: the draft's or the target's.
+        Whose are used: the draft's or the target's; ``unknown``: the draft's weights cannot be read.
     draft_vocab_size, vocab_map
         Rows of the head, and the digest of the target ids that they stand for (int64, little-endian); null: the head
-        has the target's vocabulary.
+        has the target's vocabulary; ``unknown``: the map cannot be read.
     shift
         Token, position and target of a training index.
     """
@@ -168,10 +170,11 @@ class ServingLayout(Frozen):
     later_layers_norm: Literal["input_layernorm", "hidden_norm"] | None
     rope: Annotated[tuple[Rope, ...], FromList]
     max_positions: Annotated[int, Field(gt=0)] | None
-    embedding: Literal["draft", "target"]
-    head: Literal["draft", "target"]
+    rms_norm_eps: Annotated[float, Field(gt=0)] | None
+    embedding: Literal["draft", "target", "unknown"]
+    head: Literal["draft", "target", "unknown"]
     draft_vocab_size: Annotated[int, Field(gt=0)]
-    vocab_map: Digest | None
+    vocab_map: Digest | Literal["unknown"] | None
     shift: Shift
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from textwrap import wrap
 from typing import Annotated
 
 import typer
@@ -24,7 +25,10 @@ def engines(
         Format, typer.Option(help="text, or JSON alone on stdout: every row with its source.")
     ] = Format.TEXT,
 ) -> None:
-    """List what is known of each engine: versions, targets, what an id means, and how it is known."""
+    """List what is known of each engine: versions, targets, what an id means, and how it is known.
+
+    Sources, and what is made of a draft's options and weights: --format json, or docs/engines.md.
+    """
     from hsformat.engines.document import engine_rows
     from hsformat.engines.table import ENGINES
 
@@ -45,14 +49,16 @@ def _lines(name: str) -> list[str]:
     from hsformat.engines.words import columns, depths_text, rule_text, versions_text
 
     engine = ENGINES[name]
-    rows = [["versions", "target", "ids", "depths", "without ids", "known"]]
+    rows = [["versions", "ids", "depths", "without ids", "known"]]
     for row in engine.captures:
         default = f"[{', '.join(row.default)}]" if row.default else "refused"
-        first, *rest = row.architectures
-        target = first + (f" and {len(rest)} more" if rest else "")
-        cells = [versions_text(name, row.versions), target, rule_text(row), depths_text(row), default, row.evidence]
-        rows.append(cells)
-    lines = [engine.title, *(f"  {line}" for line in columns(rows))]
+        rows.append([versions_text(name, row.versions), rule_text(row), depths_text(row), default, row.evidence])
+    head, *shown = columns(rows)
+    lines = [engine.title, f"  {head}"]
+    for row, line in zip(engine.captures, shown, strict=True):
+        known = ", ".join(row.architectures)
+        targets = wrap(known, 110, initial_indent="    targets ", subsequent_indent=" " * 12, break_long_words=False)
+        lines += [f"  {line}", *targets]
     for refused in engine.unsupported:
         versions = versions_text(name, refused.versions)
         lines.append(f"  refused: {', '.join(refused.architectures)} in {versions}: {refused.reason}")
@@ -65,4 +71,4 @@ def _lines(name: str) -> list[str]:
             names = [a for kind, a in kinds if kind == layout]
             if names:
                 lines.append(f"  drafts, {layout} layout: {', '.join(names)}")
-    return [*lines, "  --format json has every row with its source"]
+    return [*lines, "  --format json has every row with its source, and what is made of a draft's options and weights"]

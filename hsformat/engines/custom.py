@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from hsformat.engines.drafts import Draft
-from hsformat.engines.rows import DraftRow, IdReader, OptionRule
+from hsformat.engines.rows import DraftRow, IdReader, Loading, OptionRule
 from hsformat.layout import AuxInput, CaptureKey, Shift, parse_capture_key
 from hsformat.models import FromList, Frozen
 from hsformat.problems import ForeignFileError, NothingToOpen, Problem, problem
@@ -22,6 +22,12 @@ __all__ = ["PREFIX", "CustomLayout", "load_custom"]
 
 PREFIX: Final = "custom:"
 """Before the path of such a file, in the place of an engine's name."""
+
+_LOADING = Loading(
+    mlp_width="intermediate_size", null_target_width="absent", no_draft_vocab="null", empty_ids="absent",
+    hidden_keys=(), map_name="anywhere", other_names={}, skipped=(), query_rank="any", config_class=False, needed=(),
+    source="of an engine that nobody described further",
+)  # fmt: skip
 
 
 class CustomLayout(Frozen):
@@ -52,7 +58,7 @@ class CustomLayout(Frozen):
     hsformat_custom_layout: Literal["1"]
     name: Annotated[str, Field(min_length=1)]
     version: Annotated[str, Field(min_length=1)]
-    aux: Annotated[tuple[CaptureKey, ...], Field(min_length=1), FromList]
+    aux: Annotated[tuple[CaptureKey, ...], FromList]
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -66,6 +72,15 @@ class CustomLayout(Frozen):
     embedding: Literal["own", "target"]
     head: Literal["own"]
     shift: Shift
+
+    @field_validator("aux")
+    @classmethod
+    def _once(cls, aux: tuple[str, ...]) -> tuple[str, ...]:
+        if not aux:
+            raise ValueError("no capture is named")
+        if len(set(aux)) != len(aux):
+            raise ValueError(f"a capture is named twice: {', '.join(aux)}")
+        return aux
 
     @property
     def inputs(self) -> tuple[AuxInput, ...]:
@@ -92,7 +107,7 @@ class CustomLayout(Frozen):
             rope_layouts=("rope_theta", "rope_parameters"),
             partial_rotary_keys=("partial_rotary_factor", "rope_parameters.partial_rotary_factor"),
             shift=self.shift, versions=(self.version,), source="stated by a custom layout",
-            evidence="read",
+            evidence="read", loading=_LOADING,
         )  # fmt: skip
 
 

@@ -14,16 +14,19 @@ __all__ = ["engine_rows", "engines_document"]
 
 _INTRODUCTION = """# Engines
 
-Generated from `hsformat/engines` by `make docs`; `hsformat engines` prints the same. What an engine does is known for
-the versions that a row names and for no other: another version is HS410, never the nearest guess. `ran`: seen by
-running the engine. `read`: in the source of these versions. A newer version is proved where it is installed by
-`hsformat engines probe`, whose profile `--engine-profile` takes.
+Generated from `hsformat/engines` by `make docs`. `hsformat engines` prints which ids and targets are known, and
+`hsformat engines --format json` every row with its source. What an engine does is known for the versions that a row
+names and for no other: another version is HS410, never the nearest guess. `ran`: seen by running the engine. `read`: in
+the source of these versions. A newer version is proved where it is installed by `hsformat engines probe`, whose profile
+`--engine-profile` takes; what no probe tries (marked †) is taken from the newest row of such drafts.
 
 **depth** d: the residual stream after d decoder layers; N is the number of layers. In all rows captures are fed
 ascending by depth, each once, before the final norm, unless a row says otherwise. What the options of a draft do:
 `norm_before_residual`: the residual of the first layer is the normed output of `fc`. `norm_before_fc`: one RMSNorm
 over the concatenated captures. `fc_norm`: one RMSNorm a capture. `norm_output`: the draft's output is passed to its
-next step after the final norm. A guide with examples: [guides/serving.md](guides/serving.md).
+next step after the final norm. What a config leaves out, the config class of its `model_type` fills in where a row
+says so, and hsformat names it (`hsformat/engines/config_defaults.json`, made with Transformers 5.24.0). A guide with
+examples: [guides/serving.md](guides/serving.md).
 """
 
 
@@ -106,11 +109,43 @@ def _draft(engine: Engine, row: DraftRow) -> Iterator[str]:
     partial = ", ".join(f"`{k}`" for k in row.partial_rotary_keys)
     ropes = ", ".join(f"`{k}`" for k in row.rope_layouts)
     yield f"- rotary embedding: {ropes}; share of a head: {partial}"
+    yield from _loading(row)
     for reader in row.readers:
         name = f" ({reader.name})" if reader.name else ""
         yield f"- positions beyond the draft's `max_position_embeddings`{name}: {_POSITIONS[reader.positions]}"
 
 
+def _loading(row: DraftRow) -> Iterator[str]:
+    loads = row.loads
+    for hidden in loads.hidden_keys:
+        if any(hidden.path in (k.path for k in reader.keys) for reader in row.readers if reader.name == hidden.reader):
+            yield f"- † `{hidden.path}` ({hidden.reader}): forgotten where `{hidden.by}` is an object that is not empty"
+    yield f"- † an empty list of ids: {'as none' if loads.empty_ids == 'absent' else 'nothing is captured'}"
+    null = "as if it were not there" if loads.null_target_width == "absent" else "fails"
+    yield f"- † `target_hidden_size: null`: {null}; no `draft_vocab_size`: {_NO_VOCABULARY[loads.no_draft_vocab]}"
+    width = "`intermediate_size`"
+    if loads.mlp_width == "llama4":
+        width += ", `intermediate_size_mlp` where `model_type` is `llama4_text`"
+    yield f"- † width of the MLP: {width}"
+    if row.attention == "mla":
+        yield f"- † no `q_lora_rank`: {'refused' if loads.query_rank == 'needed' else 'one projection of queries'}"
+    yield f"- † the vocabulary map: {_MAP_NAMES[loads.map_name]}"
+    if loads.other_names:
+        yield f"- † older names: {', '.join(f'`{o}` for `{n}`' for n, o in loads.other_names.items())}"
+    if loads.skipped:
+        yield f"- † left out with a warning: {', '.join(f'`{s}`' for s in loads.skipped)}"
+    filled = "filled in by the config class of `model_type`" if loads.config_class else "filled in by nothing"
+    needed = f"; needed: {', '.join(f'`{k}`' for k in loads.needed)}" if loads.needed else ""
+    yield f"- † keys that are not stated: {filled}{needed}"
+    yield f"- † source: {loads.source}"
+
+
+_NO_VOCABULARY = {"null": "as null", "fails": "fails"}
+_MAP_NAMES = {
+    "d2t": "`d2t`; another name that holds it makes the engine fail",
+    "part": "`d2t`, or a name that ends with `.d2t`",
+    "anywhere": "any name that holds `d2t`",
+}
 _POSITIONS = {
     "drafted": "drafted as the others",
     "not_drafted": "nothing is drafted",
@@ -124,7 +159,8 @@ _EMBEDDING = {
 }
 _HEAD = {
     "own": "the draft's where its folder has one, otherwise the target's",
-    "own_unless_no_draft_vocab": "the draft's; the target's if `draft_vocab_size` is null",
+    "own_unless_no_draft_vocab": "the draft's; with `draft_vocab_size: null` head and embedding are the "
+    "target's, whatever their width",
 }
 _TIED = {"ignored": "ignored", "embedding": "the embedding, which is the target's, becomes the draft's head"}
 

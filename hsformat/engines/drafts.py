@@ -20,7 +20,7 @@ from hsformat.problems import ForeignFileError, Problem, problem
 from hsformat.target.checkpoint import TensorInfo, read_checkpoint, read_integers
 from hsformat.target.jsonfiles import corrupt, read_object, require_folder
 
-__all__ = ["ABSENT", "INNER", "MAX_COUNT", "Draft", "DraftSizes", "draft_of", "lookup", "read_draft", "read_sizes"]
+__all__ = ["ABSENT", "INNER", "MAX_COUNT", "Draft", "draft_of", "field_problem", "lookup", "read_draft"]
 
 ABSENT: Final = object()
 """What :func:`lookup` gives for a key that is not there; null is a value."""
@@ -77,31 +77,6 @@ class Draft:
         return f"{self.where}/config.json: {key}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSizes:
-    """Sizes of a draft, from its config.
-
-    Attributes
-    ----------
-    draft_vocab_size
-        None: the config says null, or nothing.
-    target_hidden_size
-        Width of a capture: as stated, otherwise the draft's own.
-    intermediate_sizes
-        Those that the MLP may have (Llama 4 has two).
-    """
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_sizes: tuple[int, ...]
-    vocab_size: int
-    draft_vocab_size: int | None
-    target_hidden_size: int
-
-
 def lookup(config: Mapping[str, Any], path: str) -> Any:
     """Return the value at a path (dots for nesting), or :data:`ABSENT`."""
     value: Any = config
@@ -139,7 +114,7 @@ def draft_of(
         name = names[0] if isinstance(names, list) and names else None
         key, expected = "architectures", "a list that begins with a class name"
     if not isinstance(name, str) or not name:
-        problems.append(_field(f"{place}: {key}", name, expected))
+        problems.append(field_problem(f"{place}: {key}", name, expected))
         return None
     return Draft(where=where, config=config, layout=layout, architecture=name, shapes=shapes, d2t=d2t, t2d=t2d)
 
@@ -163,7 +138,7 @@ def read_draft(folder: str | os.PathLike[str]) -> tuple[Draft | None, list[Probl
     except ForeignFileError as e:
         return None, e.problems
     try:
-        tensors: Mapping[str, TensorInfo] | None = read_checkpoint(path).tensors
+        tensors: Mapping[str, TensorInfo] | None = read_checkpoint(path, every_file=True).tensors
     except ForeignFileError as e:
         problems += e.problems
         tensors = None
@@ -181,46 +156,6 @@ def read_draft(folder: str | os.PathLike[str]) -> tuple[Draft | None, list[Probl
         return None, problems
     known = {f: getattr(draft, f) for f in ("where", "config", "layout", "architecture", "shapes", "d2t", "t2d")}
     return Draft(**known, tensors=tensors or {}), problems
-
-
-def read_sizes(draft: Draft, problems: list[Problem]) -> DraftSizes | None:
-    """Return a draft's sizes; None, with HS603 in ``problems``: one is missing or no number above 0."""
-    before = len(problems)
-    decoder, prefix = draft.decoder, draft.decoder_prefix
-
-    def size(
-        key: str,
-        default: int | None = None,
-        config: Mapping[str, Any] = decoder,
-        at: str = prefix,
-        most: int = 2**31 - 1,
-    ) -> int:
-        value = config.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or not 0 < value <= most:
-            problems.append(_field(draft.at(f"{at}{key}"), value, f"an integer from 1 to {most}"))
-            return 1
-        return value
-
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    layers = size("num_hidden_layers", most=MAX_COUNT)
-    intermediate = [size("intermediate_size")]
-    if decoder.get("intermediate_size_mlp") is not None:
-        intermediate.append(size("intermediate_size_mlp"))
-    reduced = draft.config.get("draft_vocab_size")
-    sizes = DraftSizes(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", max(1, hidden // heads)),
-        intermediate_sizes=tuple(intermediate),
-        vocab_size=size("vocab_size"),
-        draft_vocab_size=None if reduced is None else size("draft_vocab_size", None, draft.config, ""),
-        target_hidden_size=size("target_hidden_size", hidden, draft.config, ""),
-    )
-    return sizes if len(problems) == before else None
 
 
 def _map(
@@ -246,6 +181,7 @@ def _map(
         return None
 
 
-def _field(where: str, got: Any, expected: str) -> Problem:
-    shown = "no such field" if got is None else repr(got)[:200]
+def field_problem(where: str, got: Any, expected: str) -> Problem:
+    """Return HS603 about a field of the config; ``got`` None or ABSENT: it is not there."""
+    shown = "no such field" if got is None or got is ABSENT else repr(got)[:200]
     return problem("HS603", where=where, got=shown, expected=expected, fix="correct the draft's config.json")

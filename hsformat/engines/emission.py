@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from hsformat.engines.drafts import draft_of
 from hsformat.engines.ids import capturable, fed, ids_of
-from hsformat.engines.layer_ids import fed_depths
+from hsformat.engines.layer_ids import FedBy, fed_depths
 from hsformat.engines.options import NORMS, read_options
 from hsformat.engines.profile import EngineProfile
 from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, OptionRule, parse_depth
@@ -118,6 +118,9 @@ def emit_for(
     """
     problems: list[Problem] = []
     inputs = _inputs(aux, num_layers, problems)
+    if not engines:
+        fix = "name the engines that will serve the draft, with their versions"
+        problems.append(problem("HS410", where="engines", got="none", expected="one or more", fix=fix))
     rows: dict[str, tuple[CaptureRow, DraftRow]] = {}
     for engine, version in engines.items():
         try:
@@ -141,7 +144,11 @@ def emit_for(
         problems.append(problem("HS405", where="num_hidden_layers", got=ways, expected=expected, fix=fix))
     if not problems:
         for engine, (captures, row) in rows.items():
-            problems += _read_back(keys, inputs, config, captures, row, num_layers, engine)
+            by = FedBy(
+                engine=engine, row=row, captures=captures, architecture=architecture, num_layers=num_layers,
+                profile=profile,
+            )  # fmt: skip
+            problems += _read_back(keys, inputs, config, by)
     return (None, problems) if problems else (keys, [])
 
 
@@ -260,18 +267,15 @@ def _read_back(
     keys: Mapping[str, Any],
     inputs: Sequence[AuxInput],
     config: DraftConfig,
-    captures: CaptureRow,
-    row: DraftRow,
-    num_layers: int,
-    engine: str,
+    by: FedBy,
 ) -> list[Problem]:
     """Return what an engine would do otherwise with the keys of all engines together."""
     problems: list[Problem] = []
     draft = draft_of(keys, where="the config that would be written", problems=problems)
-    title = ENGINES[engine].title
+    title, row = by.title, by.row
     if draft is None:
         return problems
-    found = fed_depths(draft, row, captures, num_layers, engine, problems)
+    found = fed_depths(draft, by, problems)
     options = read_options(draft, row, title, problems)
     wanted = tuple(x.depth for x in inputs)
     if not problems and found.depths != wanted:

@@ -8,19 +8,20 @@ and no engine is imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from hsformat.engines.custom import PREFIX, CustomLayout, load_custom
-from hsformat.engines.drafts import ABSENT, MAX_COUNT, Draft, lookup, read_draft, read_sizes
-from hsformat.engines.layer_ids import FedDepths, fed_depths
-from hsformat.engines.options import check_layers, read_options
+from hsformat.engines.drafts import ABSENT, MAX_COUNT, Draft, lookup, read_draft
+from hsformat.engines.layer_ids import FedBy, FedDepths, fed_depths
+from hsformat.engines.options import check_layers, check_sections, read_options
 from hsformat.engines.positions import check_positions, max_positions, read_ropes
 from hsformat.engines.profile import EngineProfile, load_profile
 from hsformat.engines.rows import CaptureRow, DraftRow
 from hsformat.engines.sharing import check_sizes, embedding_of, head_of
+from hsformat.engines.sizes import read_epsilon, read_sizes
 from hsformat.engines.table import capture_row, draft_row, engine_of, known_versions, parse_version
 from hsformat.engines.targets import Target, TargetFacts, target_facts
 from hsformat.engines.vocabulary import read_vocabulary
@@ -44,6 +45,8 @@ class Rules:
     ----------
     captures
         None: a custom layout, which states the aux inputs itself (``aux``).
+    profile
+        That was given, of this engine or of another one.
     """
 
     engine: str
@@ -53,6 +56,7 @@ class Rules:
     draft: DraftRow
     aux: tuple[AuxInput, ...] | None
     evidence: str
+    profile: EngineProfile | None = None
 
 
 def resolve(
@@ -117,25 +121,43 @@ def inspect(
 
 
 def require_paths(engine: str, *, draft: PathText, target: PathText | None, profile: PathText | None = None) -> None:
-    """Refuse paths that a command was given and that do not exist; its exit code is then 2.
+    """Refuse paths that a command was given and that are not what they are given for; its exit code is then 2.
 
     Raises
     ------
     NothingToOpen
         HS602, one problem a path.
     """
-    named: list[tuple[PathText | None, str]] = [
-        (draft, "a draft folder"), (target, "a model folder"), (profile, "an engine profile"),
-    ]  # fmt: skip
+    problems = list(_wrong_folder(draft, "a draft folder"))
+    if target is not None:
+        problems += _wrong_folder(target, "a model folder")
+    if profile is not None:
+        problems += _wrong_file(profile, "an engine profile")
     if engine.startswith(PREFIX):
-        named.append((engine.removeprefix(PREFIX), "a custom layout"))
-    problems = [
-        problem("HS602", where=str(path), got="no such path", expected=expected, fix="check the path")
-        for path, expected in named
-        if path is not None and not Path(path).exists()
-    ]
+        problems += _wrong_file(engine.removeprefix(PREFIX), "a custom layout, as custom:PATH")
     if problems:
         raise NothingToOpen(problems)
+
+
+def _wrong_folder(path: PathText, expected: str) -> Iterator[Problem]:
+    folder = Path(path)
+    if not folder.exists():
+        yield _wrong_path(path, "no such path", expected)
+    elif not folder.is_dir():
+        yield _wrong_path(path, "not a folder", expected)
+    elif not (folder / "config.json").is_file():
+        yield _wrong_path(path, "no config.json", f"{expected} with config.json")
+
+
+def _wrong_file(path: PathText, expected: str) -> Iterator[Problem]:
+    if not os.fspath(path) or not Path(path).exists():
+        yield _wrong_path(path or "''", "no such path", expected)
+    elif not Path(path).is_file():
+        yield _wrong_path(path, "not a file", expected)
+
+
+def _wrong_path(path: PathText, got: str, expected: str) -> Problem:
+    return problem("HS602", where=str(path), got=got, expected=expected, fix="check the path")
 
 
 def rules_for(
@@ -150,6 +172,10 @@ def rules_for(
     """
     if engine.startswith(PREFIX):
         custom = load_custom(engine.removeprefix(PREFIX))
+        if version not in (None, custom.version):
+            where, fix = f"{engine}: version", "leave the version out, or give the file of that version"
+            expected = f"{custom.version}, of which the file is"
+            raise ResolveError(problem("HS410", where=where, got=version, expected=expected, fix=fix))
         return _custom_rules(custom, draft)
     found = engine_of(engine, serving=True)
     if version is None:
@@ -171,8 +197,9 @@ def rules_for(
         raise ResolveError(list(dict.fromkeys(problems)))  # a version that neither table knows is one problem
     weakest = min((r.evidence for r in (row, captures) if r is not None), key=_STRENGTH.index)
     return Rules(
-        engine=engine, version=version, title=found.title, captures=captures, draft=row, aux=None, evidence=weakest
-    )
+        engine=engine, version=version, title=found.title, captures=captures, draft=row, aux=None, evidence=weakest,
+        profile=profile,
+    )  # fmt: skip
 
 
 def inspect_draft(draft: Draft, target: TargetFacts, rules: Rules) -> tuple[ServingLayout | None, list[Problem]]:
@@ -180,9 +207,11 @@ def inspect_draft(draft: Draft, target: TargetFacts, rules: Rules) -> tuple[Serv
     problems: list[Problem] = []
     title, row = rules.title, rules.draft
     fed = _fed(draft, target, rules, problems)
-    sizes = read_sizes(draft, problems)
+    check_sections(draft, problems)
+    sizes = read_sizes(draft, problems, row)
     options = read_options(draft, row, title, problems)
-    limit = max_positions(draft, problems)
+    epsilon = read_epsilon(draft, row, problems)
+    limit = max_positions(draft, row, problems)
     problems += check_positions(draft, limit, row, target, title)
     if sizes is None:
         return None, problems
@@ -210,7 +239,7 @@ def inspect_draft(draft: Draft, target: TargetFacts, rules: Rules) -> tuple[Serv
             "norm_before_residual": options.norm_before_residual, "norm_before_fc": options.norm_before_fc,
             "fc_norm": options.fc_norm, "norm_output": options.norm_output,
             "later_layers_norm": row.later_layers_norm if sizes.num_layers > 1 else None,
-            "rope": ropes, "max_positions": limit, "embedding": embedding, "head": head,
+            "rope": ropes, "max_positions": limit, "rms_norm_eps": epsilon, "embedding": embedding, "head": head,
             "draft_vocab_size": vocabulary.size, "vocab_map": vocabulary.map_digest, "shift": row.shift,
         }
     )  # fmt: skip
@@ -221,7 +250,11 @@ def _fed(draft: Draft, target: TargetFacts, rules: Rules, problems: list[Problem
     if rules.aux is None:
         if rules.captures is None:
             return FedDepths(depths=None, stated=False)
-        return fed_depths(draft, rules.draft, rules.captures, target.num_layers, rules.engine, problems)
+        about = FedBy(
+            engine=rules.engine, row=rules.draft, captures=rules.captures, architecture=target.architecture,
+            num_layers=target.num_layers, profile=rules.profile,
+        )  # fmt: skip
+        return fed_depths(draft, about, problems)
     n, deep = target.num_layers, False
     for a in rules.aux:
         if a.depth > n or (a.norm == "final" and a.depth != n):

@@ -10,17 +10,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from hsformat.engines.drafts import ABSENT, Draft, lookup
 from hsformat.engines.ids import capturable, default_depths, depths_of, fed, ids_of
+from hsformat.engines.profile import EngineProfile
 from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, parse_depth
 from hsformat.engines.table import ENGINES, capture_row, known_versions
 from hsformat.problems import Problem, ResolveError, Severity, problem
 
-__all__ = ["FedDepths", "fed_depths"]
+__all__ = ["FedBy", "FedDepths", "fed_depths"]
 
 _TOP, _NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids"
 _READ_BY = {_TOP: "vllm", _NESTED: "sglang", "eagle_config.layer_ids": "vllm"}
 """Places of EAGLE-3 layer ids, and the engine whose numbers stand there in a folder that is written for both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedBy:
+    """What feeds a draft: an engine by its rows, and a target; ``profile`` is one of this engine or of another."""
+
+    engine: str
+    row: DraftRow
+    captures: CaptureRow
+    architecture: str
+    num_layers: int
+    profile: EngineProfile | None
+
+    @property
+    def title(self) -> str:
+        """The engine's name as its people write it."""
+        return ENGINES[self.engine].title if self.engine in ENGINES else self.engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,25 +53,27 @@ class FedDepths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """What one reader finds: ``path`` is None and ``asked`` the default where it finds nothing."""
+    """What one reader finds: ``path`` is None and ``asked`` the default where it finds nothing.
+
+    ``empty``: it finds an empty list and asks for nothing.
+    """
 
     reader: IdReader
     path: str | None
     ids: tuple[int, ...]
     asked: tuple[int, ...]
+    empty: bool = False
 
 
-def fed_depths(
-    draft: Draft, row: DraftRow, captures: CaptureRow, num_layers: int, engine: str, problems: list[Problem]
-) -> FedDepths:
+def fed_depths(draft: Draft, by: FedBy, problems: list[Problem]) -> FedDepths:
     """Return what the draft is fed; HS304, HS401 (warning), HS402, HS403, HS404 and HS603 are added to ``problems``."""
-    title = ENGINES[engine].title if engine in ENGINES else engine
+    title, row, captures, num_layers = by.title, by.row, by.captures, by.num_layers
     lists, broken = _stated(draft, row, problems)
-    readings = [_read(reader, lists, captures, num_layers) for reader in row.readers]
+    readings = [_read(draft, reader, lists, by) for reader in row.readers]
     first = readings[0]
     if broken:
         return FedDepths(depths=None, stated=True)
-    _check_agreement(draft, lists, captures, num_layers, engine, problems)
+    _check_agreement(draft, lists, by, problems)
     if len({_fed(captures, r.asked) for r in readings}) > 1:
         problems.append(_readers_disagree(draft, readings, captures, title))
     if first.path is None:
@@ -113,56 +135,66 @@ def _wrong(value: Any) -> tuple[str, str, str, str] | None:
     return None
 
 
-def _read(reader: IdReader, lists: Mapping[str, tuple[int, ...]], captures: CaptureRow, num_layers: int) -> _Reading:
+def _read(draft: Draft, reader: IdReader, lists: Mapping[str, tuple[int, ...]], by: FedBy) -> _Reading:
+    loads = by.row.loads
     for key in reader.keys:
-        if ids := lists.get(key.path):
-            return _Reading(reader=reader, path=key.path, ids=ids, asked=_meaning(captures, key, ids, num_layers))
-    return _Reading(reader=reader, path=None, ids=(), asked=tuple(default_depths(captures, num_layers)))
+        ids = lists.get(key.path)
+        if ids == () and loads.empty_ids == "nothing":
+            return _Reading(reader=reader, path=None, ids=(), asked=(), empty=True)
+        hidden = (
+            lookup(draft.config, h.by) for h in loads.hidden_keys if (h.reader, h.path) == (reader.name, key.path)
+        )
+        if ids and not any(isinstance(value, dict) and value for value in hidden):
+            asked = _meaning(by.captures, key, ids, by.num_layers)
+            return _Reading(reader=reader, path=key.path, ids=ids, asked=asked)
+    return _Reading(reader=reader, path=None, ids=(), asked=tuple(default_depths(by.captures, by.num_layers)))
 
 
 def _meaning(captures: CaptureRow, key: IdKey, ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return tuple(depths_of(captures, [i + key.plus for i in ids], num_layers))
 
 
-def _check_agreement(
-    draft: Draft,
-    lists: Mapping[str, tuple[int, ...]],
-    captures: CaptureRow,
-    num_layers: int,
-    engine: str,
-    problems: list[Problem],
-) -> None:
-    """Two lists may differ as numbers if each means the same to the engine that looks there."""
+def _check_agreement(draft: Draft, lists: Mapping[str, tuple[int, ...]], by: FedBy, problems: list[Problem]) -> None:
+    """Two lists may differ as numbers if each means the same to the engine that looks there.
+
+    What a list means to an engine that does not know the target cannot be compared: a warning.
+    """
     here = {path: ids for path, ids in lists.items() if path in _READ_BY and ids}
     if len(set(here.values())) < 2:
         return
     meanings: dict[str, tuple[int, ...] | None] = {}
     for path, ids in here.items():
-        row = captures if _READ_BY[path] == engine else _newest(_READ_BY[path], captures.architectures)
-        meanings[path] = None if row is None else _fed(row, depths_of(row, ids, num_layers))
-    if len(set(meanings.values())) == 1 and None not in meanings.values():
+        row = by.captures if _READ_BY[path] == by.engine else _newest(_READ_BY[path], by)
+        meanings[path] = None if row is None else _fed(row, depths_of(row, ids, by.num_layers))
+    known = set(meanings.values()) - {None}
+    if len(known) == 1 and None not in meanings.values():
         return
+    severity = Severity.ERROR if len(known) > 1 else Severity.WARNING
     got = "; ".join(f"{path} {list(ids)} ({_said(meanings[path], _READ_BY[path])})" for path, ids in here.items())
     fix = "leave the list that is meant, or write each so that it means the same layers (hsformat.engines.emit does)"
     expected = "lists that mean the same layers"
-    problems.append(problem("HS404", where=draft.at("layer ids"), got=got, expected=expected, fix=fix))
+    problems.append(
+        problem("HS404", where=draft.at("layer ids"), got=got, expected=expected, fix=fix, severity=severity)
+    )
 
 
-def _newest(engine: str, architectures: Sequence[str]) -> CaptureRow | None:
-    """Return the row of the newest version that knows one of the architectures."""
-    for version in reversed(known_versions(engine)):
-        for name in architectures:
-            try:
-                return capture_row(engine, version, name)
-            except ResolveError:
-                continue
+def _newest(engine: str, by: FedBy) -> CaptureRow | None:
+    """Return the row of the newest version of another engine that knows the target, one of a profile included."""
+    versions = set(known_versions(engine))
+    if by.profile is not None and by.profile.engine == engine:
+        versions.add(by.profile.version)
+    for version in sorted(versions, key=Version, reverse=True):
+        try:
+            return capture_row(engine, version, by.architecture, by.profile)
+        except ResolveError:
+            continue
     return None
 
 
 def _readers_disagree(draft: Draft, readings: Sequence[_Reading], captures: CaptureRow, title: str) -> Problem:
     got = "; ".join(
         f"{r.reader.name} feeds {_depths(fed(captures, r.asked))} "
-        + (f"(from {r.path})" if r.path else "(its default: it finds no ids)")
+        + (f"(from {r.path})" if r.path else "(its default: it finds no ids)" if not r.empty else "(an empty list)")
         for r in readings
     )
     paths = [k.path for k in readings[0].reader.keys if all(k in r.reader.keys for r in readings)]
@@ -185,7 +217,9 @@ def _undeclared(
     elsewhere = [f"{p} {list(ids)}" for p, ids in lists.items() if ids]
     who = f"{title}{f' ({reading.reader.name})' if reading.reader.name else ''}"
     got = "no layer ids" if not elsewhere else f"ids at {', '.join(elsewhere)} alone, where {who} does not look"
-    if any(not ids for ids in lists.values()):
+    if reading.empty:
+        got = f"an empty list of layer ids, by which {who} captures nothing"
+    elif any(not ids for ids in lists.values()):
         got = f"an empty list of layer ids{f'; {got}' if elsewhere else ''}"
     if reading.asked:
         got += f": it fills in depths {_depths(fed(captures, reading.asked))}"

@@ -1,7 +1,7 @@
 """The options of a draft: what its config asks for, and what an engine applies.
 
 An option that is asked for where the engine does not look, or that it does not have, is a norm on one side alone
-(HS405); so is a norm whose weights are in the folder and which is off. May import ``drafts``.
+(HS405); so is a norm whose weights are in the folder and which is off. May import ``drafts`` and ``sizes``.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hsformat.engines.drafts import ABSENT, INNER, Draft, DraftSizes, lookup
+from hsformat.engines.drafts import ABSENT, INNER, Draft, lookup
+from hsformat.engines.filled import attribute, class_of, named
 from hsformat.engines.rows import DraftRow, OptionRule
+from hsformat.engines.sizes import DraftSizes
 from hsformat.problems import Problem, Severity, problem
 
-__all__ = ["BIASES", "NORMS", "DraftOptions", "check_layers", "norm_weight_owner", "read_options"]
+__all__ = [
+    "BIASES", "NORMS", "DraftOptions", "check_layers", "check_sections", "norm_weight_owner", "read_options",
+]  # fmt: skip
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 BIASES = ("attention_bias", "output_bias", "mlp_bias", "fc_bias")
@@ -47,7 +51,7 @@ class DraftOptions:
 
 def read_options(draft: Draft, row: DraftRow, title: str, problems: list[Problem]) -> DraftOptions:
     """Return what the engine applies; HS405 and HS603 are added to ``problems``."""
-    applied = {name: _read(draft, getattr(row, name), problems) for name in (*NORMS, *BIASES)}
+    applied = {name: _read(draft, row, getattr(row, name), problems) for name in (*NORMS, *BIASES)}
     for name in NORMS:
         rule: OptionRule = getattr(row, name)
         asked = [path for path in _places(name) if lookup(draft.config, path) is True]
@@ -59,10 +63,11 @@ def read_options(draft: Draft, row: DraftRow, title: str, problems: list[Problem
                 else "train with it false, or serve with an engine that has it"
             )
             problems.append(_mismatch(draft.at(asked[0]), f"true: {_MEANING[name]}", f"false: {title} ({looks})", fix))
-        elif applied[name] and not asked:
+        elif applied[name] and not asked and rule.keys:  # without keys it is stated: by a custom layout
+            key = rule.keys[-1]
             got = f"nothing: {title} applies it by its own default in this layout ({_MEANING[name]})"
-            fix = f"write {rule.keys[0] if rule.keys else name}: true, or false, as the draft was trained"
-            where = draft.at(rule.keys[0] if rule.keys else name)
+            fix = f"write {key}: true, or false, as the draft was trained"
+            where = draft.at(key)
             problems.append(_mismatch(where, got, "a stated value", fix, Severity.WARNING))
     for name, parts in _WEIGHTS.items():
         weights = [w for w in draft.shapes or () if any(part in w for part in parts)]
@@ -85,11 +90,30 @@ def check_layers(draft: Draft, sizes: DraftSizes, row: DraftRow, title: str, pro
         fix = "train it so; engines differ, so that no folder of more than one layer means the same to all"
         expected = "one layer, which all engines run alike"
         problems.append(_mismatch(where, got, expected, fix, Severity.NOTE))
-    use_aux = lookup(draft.config, "eagle_config.use_aux_hidden_state")
-    if use_aux is False:
+
+
+def check_sections(draft: Draft, problems: list[Problem]) -> None:
+    """Add HS603 for an ``eagle_config`` that is no object, and HS410 for a draft that is fed no aux captures.
+
+    Engines ask ``eagle_config or {}`` and then for its keys, and take ``use_aux_hidden_state`` by its truth.
+    """
+    section = draft.decoder.get("eagle_config")
+    place = draft.at(f"{draft.decoder_prefix}eagle_config")
+    if not isinstance(section, dict):
+        if section:
+            fix = "engines fail to load the draft: leave it out, or write an object"
+            got, expected = repr(section)[:100], "an object, or no such field"
+            problems.append(problem("HS603", where=place, got=got, expected=expected, fix=fix))
+        return
+    use_aux = section.get("use_aux_hidden_state", True)
+    where = f"{place}.use_aux_hidden_state"
+    if not use_aux:
         fix = "hsformat knows drafts that are fed aux captures alone (EAGLE-3)"
-        where = draft.at("eagle_config.use_aux_hidden_state")
-        problems.append(problem("HS410", where=where, got="false", expected="true, or nothing", fix=fix))
+        got = "null" if use_aux is None else repr(use_aux).lower()
+        problems.append(problem("HS410", where=where, got=got, expected="true, or nothing", fix=fix))
+    elif use_aux is not True:
+        fix = "engines take any text and any other number for true"
+        problems.append(problem("HS603", where=where, got=repr(use_aux)[:100], expected="true or false", fix=fix))
 
 
 def norm_weight_owner(name: str) -> str | None:
@@ -97,15 +121,25 @@ def norm_weight_owner(name: str) -> str | None:
     return next((option for option, parts in _WEIGHTS.items() if any(part in name for part in parts)), None)
 
 
-def _read(draft: Draft, rule: OptionRule, problems: list[Problem]) -> bool:
+def _read(draft: Draft, row: DraftRow, rule: OptionRule, problems: list[Problem]) -> bool:
     values = []
+    cls = class_of(draft, row)
     for path in rule.keys:
         value = lookup(draft.config, path)
+        if value is ABSENT and draft.layout == "plain":
+            found = attribute(draft, path, row)
+            value = found.value
+            if value is True and (warning := named(draft, path, found, "HS603")) not in problems:
+                problems.append(warning)
         if value is ABSENT:
             continue
-        if value is not None and not isinstance(value, bool):
+        refused = value is None and cls is not None and path in cls.defaults and path not in cls.null
+        if refused or (value is not None and not isinstance(value, bool)):
             where, fix = draft.at(path), "engines take any text and any other number for true"
-            problems.append(problem("HS603", where=where, got=repr(value)[:100], expected="true or false", fix=fix))
+            got = "null" if value is None else repr(value)[:100]
+            wrong = problem("HS603", where=where, got=got, expected="true or false", fix=fix)
+            if wrong not in problems:
+                problems.append(wrong)
         values.append(bool(value))
     if not values:
         return rule.default

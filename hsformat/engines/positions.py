@@ -1,9 +1,15 @@
-"""Rotary embedding and positions of a draft, as an engine reads them. May import ``drafts`` and ``target.rope``."""
+"""Rotary embedding and positions of a draft, as an engine reads them. May import ``sizes``, ``target.rope``."""
 
 from __future__ import annotations
 
-from hsformat.engines.drafts import ABSENT, Draft, DraftSizes, lookup
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hsformat.engines.drafts import ABSENT, Draft, lookup
+from hsformat.engines.filled import attribute, named
 from hsformat.engines.rows import DraftRow
+from hsformat.engines.sizes import DraftSizes
 from hsformat.engines.targets import TargetFacts
 from hsformat.problems import Problem, Severity, problem
 from hsformat.rotary import Rope
@@ -17,18 +23,22 @@ _BEYOND = {
     "refused": "refuses to start with a longer context",
     "past_table": "reads past the end of its table of sines and cosines",
 }
+_POSITIONS, _SHARE = "max_position_embeddings", "partial_rotary_factor"
 _LAYOUT_KEYS = {"rope_theta": ("rope_theta", "rope_scaling"), "rope_parameters": ("rope_parameters",)}
 
 
 def read_ropes(draft: Draft, sizes: DraftSizes, row: DraftRow, title: str, problems: list[Problem]) -> tuple[Rope, ...]:
     """Return the rotary embedding; HS407 is added to ``problems`` where the engine would apply another or a default."""
-    decoder = draft.decoder
+    decoder = _as_read(draft.decoder, row)
     there = {kind: [k for k in keys if decoder.get(k) is not None] for kind, keys in _LAYOUT_KEYS.items()}
     found: list[Problem] = []
+    rule = _rule(decoder.get("model_type"))
+    if not any(path.startswith("rope_parameters.") for path in row.partial_rotary_keys):
+        rule = replace(rule, partial=1.0)  # a class has its share there alone
     ropes = normalise_ropes(
         decoder,
-        _rule(decoder.get("model_type")),
-        head_dim=_rotated(draft, sizes, row),
+        rule,
+        head_dim=_rotated(sizes),
         where=f"{draft.where}/config.json",
         problems=found,
     )
@@ -39,7 +49,7 @@ def read_ropes(draft: Draft, sizes: DraftSizes, row: DraftRow, title: str, probl
         expected = " or ".join(row.rope_layouts)
         fix = "write the config in the layout of Transformers 4 as well"
         problems.append(problem("HS407", where=draft.at(unread[0]), got=got, expected=expected, fix=fix))
-    elif not found and not any(there.values()):
+    elif not found and not _states_base(decoder):
         base = ropes[0].theta if ropes else 10_000.0
         got, fix = f"nothing: {title} takes a base of {base:g}", "write rope_theta as the draft was trained"
         where = draft.at(f"{draft.decoder_prefix}rope_theta")
@@ -49,15 +59,19 @@ def read_ropes(draft: Draft, sizes: DraftSizes, row: DraftRow, title: str, probl
     return ropes
 
 
-def max_positions(draft: Draft, problems: list[Problem]) -> int | None:
-    """Return ``max_position_embeddings``; HS603 if it is no number above 0."""
-    value = draft.decoder.get("max_position_embeddings")
-    if value is None:
+def max_positions(draft: Draft, row: DraftRow, problems: list[Problem]) -> int | None:
+    """Return ``max_position_embeddings``; HS603 if it is no number above 0, HS407 (warning) if a class fills it in."""
+    found = attribute(draft, _POSITIONS, row)
+    value = found.value
+    if value is ABSENT:
         return None
     if type(value) is not int or not 0 < value < 2**53:
-        where = draft.at(f"{draft.decoder_prefix}max_position_embeddings")
-        problems.append(problem("HS603", where=where, got=repr(value)[:100], expected="an integer above 0"))
+        where = draft.at(f"{draft.decoder_prefix}{_POSITIONS}")
+        got = "null" if value is None else repr(value)[:100]
+        problems.append(problem("HS603", where=where, got=got, expected="an integer above 0"))
         return None
+    if found.owner is not None:
+        problems.append(named(draft, _POSITIONS, found, "HS407"))
     return value
 
 
@@ -70,7 +84,7 @@ def check_positions(draft: Draft, limit: int | None, row: DraftRow, target: Targ
     return [
         problem(
             "HS407",
-            where=draft.at(f"{draft.decoder_prefix}max_position_embeddings"),
+            where=draft.at(f"{draft.decoder_prefix}{_POSITIONS}"),
             got=f"{limit}, and the target's is {target.max_positions}: {said}",
             expected=f"{target.max_positions}, as the target's",
             fix="raise it, or serve with a context of at most this length",
@@ -100,17 +114,33 @@ def _rule(model_type: object) -> RopeRule:
     return (family.rope if family else None) or RopeRule()
 
 
-def _rotated(draft: Draft, sizes: DraftSizes, row: DraftRow) -> int:
-    if row.attention == "mla":
-        value = draft.decoder.get("qk_rope_head_dim")
-        return value if type(value) is int and value > 0 else sizes.head_dim
-    return sizes.head_dim
+def _as_read(decoder: Mapping[str, Any], row: DraftRow) -> Mapping[str, Any]:
+    """Return the decoder's config without shares of the head that stand where the engine does not look."""
+    out = dict(decoder)
+    for section in ("rope_parameters", "rope_scaling"):
+        inner = out.get(section)
+        if isinstance(inner, dict) and f"{section}.{_SHARE}" not in row.partial_rotary_keys:
+            out[section] = {k: v for k, v in inner.items() if k != _SHARE}
+    if _SHARE not in row.partial_rotary_keys:
+        out.pop(_SHARE, None)
+    return out
+
+
+def _states_base(decoder: Mapping[str, Any]) -> bool:
+    """Return whether a base stands beside the parameters or in them, also in those of a layer type."""
+    sections = [s for key in ("rope_parameters", "rope_scaling") if isinstance(s := decoder.get(key), dict)]
+    sections += [inner for s in sections for inner in s.values() if isinstance(inner, dict)]
+    return any(s.get("rope_theta") is not None for s in (decoder, *sections))
+
+
+def _rotated(sizes: DraftSizes) -> int:
+    return sizes.head_dim if sizes.latent is None else sizes.latent.rope
 
 
 def _check_partial(draft: Draft, row: DraftRow, title: str, problems: list[Problem]) -> None:
     """Add HS407 for a share of the head that stands where the engine does not look (speculators#613, #738)."""
     prefix = draft.decoder_prefix
-    places = ("rope_parameters.partial_rotary_factor", "rope_scaling.partial_rotary_factor", "partial_rotary_factor")
+    places = (f"rope_parameters.{_SHARE}", f"rope_scaling.{_SHARE}", _SHARE)
     stated = {p: v for p in places if (v := lookup(draft.decoder, p)) not in (ABSENT, None)}
     if not stated or any(p in row.partial_rotary_keys for p in stated):
         return

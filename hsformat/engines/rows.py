@@ -9,16 +9,16 @@ is ``ids`` and ``inspection``. This module may import ``models`` and ``layout``.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from hsformat.layout import Shift
 from hsformat.models import FromList, Frozen
 
 __all__ = [
-    "CaptureRow", "DraftRow", "Evidence", "IdKey", "IdReader", "NotRun", "OptionRule", "Row", "Unsupported",
-    "parse_depth",
+    "CaptureRow", "DraftRow", "Evidence", "HiddenKey", "IdKey", "IdReader", "Loading", "NotRun", "OptionRule", "Row",
+    "Unsupported", "parse_depth",
 ]  # fmt: skip
 
 Evidence = Literal["ran", "read", "proved"]
@@ -183,6 +183,61 @@ class IdReader(Frozen):
     positions: Literal["drafted", "not_drafted", "refused", "past_table"]
 
 
+class HiddenKey(Frozen):
+    """A place of layer ids that a reader forgets again where another key, ``by``, is an object that is not empty."""
+
+    reader: str
+    path: str
+    by: str
+
+
+class Loading(Frozen):
+    """What an engine makes of a draft's config and weights in the cases that the probe does not try.
+
+    Attributes
+    ----------
+    mlp_width
+        Where the width of the MLP stands. ``intermediate_size``; ``llama4``: ``intermediate_size_mlp`` where the
+        ``model_type`` is ``llama4_text``, otherwise ``intermediate_size``.
+    null_target_width
+        ``target_hidden_size: null``. ``absent``: as if it were not there. ``fails``: the engine multiplies by null.
+    no_draft_vocab
+        No ``draft_vocab_size``. ``null``: as null. ``fails``: the engine does not load the draft.
+    empty_ids
+        An empty list of layer ids. ``absent``: as if it were not there. ``nothing``: nothing is captured.
+    hidden_keys
+        Places of layer ids that a reader forgets again.
+    map_name
+        Which tensor is the vocabulary map. ``d2t``: that of this name, and another one whose name holds it makes the
+        engine fail. ``part``: one whose name is ``d2t`` or ends with ``.d2t``. ``anywhere``: one whose name holds it.
+    other_names
+        Older parts of weights' names by the part that they stand for.
+    skipped
+        Parts of names of weights that are left out with a warning.
+    query_rank
+        Of latent attention: ``any``: without ``q_lora_rank`` queries have one projection. ``needed``: it is refused.
+    config_class
+        Whether the config is read by the class of its ``model_type``, which fills in constants (``filled``).
+    needed
+        Keys of the decoder without which the engine fails, where no class fills them in.
+    source
+        Where from.
+    """
+
+    mlp_width: Literal["intermediate_size", "llama4"]
+    null_target_width: Literal["absent", "fails"]
+    no_draft_vocab: Literal["null", "fails"]
+    empty_ids: Literal["absent", "nothing"]
+    hidden_keys: Annotated[tuple[HiddenKey, ...], FromList]
+    map_name: Literal["d2t", "part", "anywhere"]
+    other_names: dict[str, str]
+    skipped: Texts
+    query_rank: Literal["any", "needed"]
+    config_class: bool
+    needed: Texts
+    source: Annotated[str, Field(min_length=1)]
+
+
 class DraftRow(Row):
     """What an engine makes of a draft folder.
 
@@ -232,6 +287,8 @@ class DraftRow(Row):
         Where it looks for the share of a head's dimensions that is rotated, dots for nesting.
     shift
         Token, position and target of a training index.
+    loading
+        What no probe tries; null in a profile's row, where the newest row of the tables says it (``table.draft_row``).
     """
 
     layout: Literal["plain", "speculators"]
@@ -261,3 +318,24 @@ class DraftRow(Row):
     rope_layouts: Annotated[tuple[Literal["rope_theta", "rope_parameters"], ...], Field(min_length=1), FromList]
     partial_rotary_keys: Texts
     shift: Shift
+    loading: Loading | None = None
+
+    @property
+    def loads(self) -> Loading:
+        """``loading`` of a row that has it, as all rows of ``table.draft_row``.
+
+        Raises
+        ------
+        ValueError
+            It has none.
+        """
+        if self.loading is None:
+            raise ValueError("a row without what no probe tries; table.draft_row gives it")
+        return self.loading
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        if self.loading is None:
+            data.pop("loading", None)
+        return data

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, NotRun, OptionRule, Unsupported
+from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, Loading, NotRun, OptionRule, Unsupported
 from hsformat.layout import EAGLE3_SHIFT
 
 __all__ = ["CAPTURES", "DRAFTS", "NOT_RUN", "TITLE", "UNSUPPORTED"]
@@ -95,7 +95,20 @@ _DSA = ("GlmMoeDsaForCausalLM",)
 _KIMI = ("KimiK25ForConditionalGeneration",)
 _LITE = ("Glm4MoeLiteForCausalLM",)
 _DEEPSEEK_FILE = "models/deepseek_v2.py"
-_AS_FIRST_ID = {"rule": "shift_if_first_is_one"}
+
+
+def _first_id(architectures: tuple[str, ...], file: str, embedding_since: str) -> Iterator[CaptureRow]:
+    """Yield the rows of the rule of PR#25454; from ``embedding_since`` on id 0 is the embedding's output.
+
+    Before, the state that was captured was a sum with the residual, which the first layer does not have yet.
+    """
+    added = f"{file}: one is added if the first id is 1, otherwise not (sglang PR#25454)"
+    rule = "shift_if_first_is_one"
+    before = _RELEASES[_RELEASES.index(embedding_since) - 1]
+    yield _read(architectures, _releases("0.5.13", before), f"{added}; id 0 fails", rule=rule)
+    source = f"{added}; id 0 is captured (layers/communicator.py, from 0.5.21 on layers/layer_boundary)"
+    yield _read(architectures, _releases(embedding_since), source, rule=rule, lowest=0)
+
 
 CAPTURES = (
     _LLAMA,
@@ -105,22 +118,18 @@ CAPTURES = (
     _read(("ExaoneMoeForCausalLM",), _releases("0.5.22"), "models/exaone_moe.py"),
     _read(_DEEPSEEK, _releases("0.5.8", "0.5.12.post1"), _DEEPSEEK_FILE),
     _read(_DSA, _releases("0.5.9", "0.5.12.post1"), f"models/glm4_moe.py, {_DEEPSEEK_FILE}"),
-    _read(_DSA, _releases("0.5.13"), f"models/glm4_moe.py, {_DEEPSEEK_FILE} (sglang PR#25454)", **_AS_FIRST_ID),
-    _read(
-        _DEEPSEEK,
-        _releases("0.5.13"),
-        f"{_DEEPSEEK_FILE}: one is added if the first id is 1, otherwise not (sglang PR#25454)",
-        **_AS_FIRST_ID,
-    ),
+    *_first_id(_DSA, f"models/glm4_moe.py, {_DEEPSEEK_FILE}", "0.5.14"),
+    *_first_id(_DEEPSEEK, _DEEPSEEK_FILE, "0.5.14"),
     _read(_KIMI, _releases("0.5.10", "0.5.12.post1"), f"models/kimi_k25.py, {_DEEPSEEK_FILE}"),
-    _read(_KIMI, _releases("0.5.13"), f"models/kimi_k25.py, {_DEEPSEEK_FILE} (sglang PR#25454)", **_AS_FIRST_ID),
-    _read(_LITE, _releases("0.5.13"), "models/glm4_moe_lite.py (sglang PR#25454)", **_AS_FIRST_ID),
+    *_first_id(_KIMI, f"models/kimi_k25.py, {_DEEPSEEK_FILE}", "0.5.14"),
+    *_first_id(_LITE, "models/glm4_moe_lite.py", "0.5.21"),
     _read(("GptOssForCausalLM",), _releases("0.5.8", "0.5.16"), "models/gpt_oss.py"),
     _read(
         ("GptOssForCausalLM",),
         _releases("0.5.17"),
-        "models/gpt_oss.py: nothing is added if the largest id is N (sglang PR#32334)",
+        "models/gpt_oss.py: nothing is added if the largest id is N (sglang PR#32334), and id 0 is then captured",
         rule="shift_unless_max_is_n",
+        lowest=0,
         deepest="N",
     ),
     _read(
@@ -185,6 +194,28 @@ def _option(*keys: str, combine: str = "first") -> OptionRule:
     return OptionRule.model_validate({"keys": keys, "combine": combine, "default": False})
 
 
+_LOADING = Loading(
+    mlp_width="llama4",
+    null_target_width="fails",
+    no_draft_vocab="fails",
+    empty_ids="nothing",
+    hidden_keys=(),
+    map_name="anywhere",
+    other_names={"fc_norm.0": "aux_norm_low", "fc_norm.1": "aux_norm_mid", "fc_norm.2": "aux_norm_high"},
+    skipped=(),
+    query_rank="any",
+    config_class=True,
+    needed=(),
+    source="models/llama_eagle3.py (intermediate_size_mlp of llama4_text; hasattr of target_hidden_size, null times 3; "
+    "load_weights), speculative/eagle_worker_v2.py (init_lm_head), set_eagle3_layers_to_capture: an empty list is not "
+    "None",
+)
+
+
+def _loading(base: Loading, **facts: object) -> Loading:
+    return Loading.model_validate({**dict(base), **facts})
+
+
 _PLAIN = DraftRow(
     layout="plain",
     architectures=("LlamaForCausalLMEagle3",),
@@ -219,6 +250,7 @@ _PLAIN = DraftRow(
     rope_layouts=("rope_theta", "rope_parameters"),
     partial_rotary_keys=("partial_rotary_factor",),
     shift=EAGLE3_SHIFT,
+    loading=_LOADING,
     source="hsformat engines probe --drafts, on a CPU: logits of two drafted tokens of 32 folders against NumPy "
     "(tests/data/profiles); models/llama_eagle3.py, speculative/eagle_worker_v2.py",
     versions=("0.5.23",),
@@ -243,6 +275,7 @@ _THREE_CAPTURES = _draft(
     norm_output=_NEVER,
     max_layers=1,
     layer_names=("midlayer",),
+    loading=_loading(_LOADING, other_names={}),
 )
 _MLA = _draft(
     _PLAIN,
@@ -256,6 +289,16 @@ _MLA = _draft(
     embedding="own_if_other_width",
     weight_prefixes=("",),
     max_layers=1,
+    loading=_loading(
+        _LOADING,
+        mlp_width="intermediate_size",
+        null_target_width="absent",
+        no_draft_vocab="null",
+        map_name="part",
+        other_names={},
+        query_rank="needed",
+        source="models/kimi_k25_eagle3.py",
+    ),
 )
 
 DRAFTS = (

@@ -6,8 +6,10 @@ from typing import Literal
 
 import numpy as np
 
-from hsformat.engines.drafts import Draft, DraftSizes
+from hsformat.engines.drafts import ABSENT, Draft
+from hsformat.engines.filled import Attribute, attribute
 from hsformat.engines.rows import DraftRow
+from hsformat.engines.sizes import DraftSizes
 from hsformat.engines.targets import TargetFacts
 from hsformat.engines.weights import EMBEDDING, HEAD, find_weight
 from hsformat.problems import ForeignFileError, Problem, Severity, problem
@@ -16,7 +18,7 @@ from hsformat.target.keytensors import ALIASES, Role
 
 __all__ = ["Owner", "check_sizes", "embedding_of", "head_of"]
 
-Owner = Literal["draft", "target"]
+Owner = Literal["draft", "target", "unknown"]
 
 _BLOCK = 1 << 24
 """Numbers that are compared at a time."""
@@ -36,7 +38,10 @@ def check_sizes(draft: Draft, sizes: DraftSizes, target: TargetFacts) -> list[Pr
 def embedding_of(
     draft: Draft, sizes: DraftSizes, row: DraftRow, target: TargetFacts, title: str, problems: list[Problem]
 ) -> Owner:
-    """Return whose embedding is used; HS409, HS411 and HS412 are added to ``problems``."""
+    """Return whose embedding is used; HS409, HS411 and HS412 are added to ``problems``.
+
+    ``unknown``: the draft's where its folder has one, and its weights cannot be read.
+    """
     own = find_weight(draft, row, EMBEDDING)
     width, rows = sizes.hidden_size, sizes.vocab_size
     where = f"{draft.where}: {own or EMBEDDING}"
@@ -49,15 +54,23 @@ def embedding_of(
         and draft.config.get("target_hidden_size") is not None
         and sizes.target_hidden_size != width
     )
+    if _takes_both(draft, sizes, row):
+        keeps = False
     if keeps and own is not None:
         return "draft"
+    if keeps and draft.shapes is None:
+        return "unknown"
     if width != target.hidden_size:
         if draft.shapes is not None and own is None:
             fix = "export the draft's embedding with it"
             got = f"no weight, and the target's embedding is {target.hidden_size} wide"
             problems.append(problem("HS411", where=where, got=got, expected=[rows, width], fix=fix))
         elif own is not None:
-            fix = "state target_hidden_size in the draft's config, so that its own embedding is kept"
+            fix = (
+                f"write draft_vocab_size: {sizes.vocab_size}, so that the draft's own embedding and head are kept"
+                if _takes_both(draft, sizes, row)
+                else "state target_hidden_size in the draft's config, so that its own embedding is kept"
+            )
             got = f"{title} replaces it by the target's, which is {target.hidden_size} wide"
             problems.append(problem("HS409", where=where, got=got, expected=f"a width of {width}", fix=fix))
     elif own is not None:
@@ -71,15 +84,18 @@ def head_of(
     """Return whose head is used; HS409, HS411 and HS412 are added to ``problems``. ``size``: the draft's vocabulary."""
     own = find_weight(draft, row, HEAD)
     where = f"{draft.where}: {own or HEAD}"
-    tied = draft.decoder.get("tie_word_embeddings") is True
-    if tied and (row.tied_head == "embedding" or own is None):
+    tied = _tied(draft, row, problems)
+    if tied.value is True and (row.tied_head == "embedding" or own is None):
         what = "the embedding, which it takes from the target," if row.tied_head == "embedding" else "the target's head"
-        got = f"tie_word_embeddings is true: {title} uses {what} as the draft's head"
+        stated = "is true" if tied.owner is None else f"is not stated: {tied.owner}'s true"
+        got = f"tie_word_embeddings {stated}: {title} uses {what} as the draft's head"
         fix = "write tie_word_embeddings: false and export lm_head"
         expected = "tie_word_embeddings: false"
         problems.append(problem("HS412", where=draft.at("tie_word_embeddings"), got=got, expected=expected, fix=fix))
         return "target"
     null = row.head == "own_unless_no_draft_vocab" and sizes.draft_vocab_size is None
+    if draft.shapes is None and not null:
+        return "unknown"
     if own is None or null:
         if own is not None:
             fix = f"write draft_vocab_size: {size}"
@@ -97,6 +113,23 @@ def head_of(
         fix = "export head, draft_vocab_size and vocabulary map together"
         problems.append(problem(code, where=where, got=list(shape), expected=[size, sizes.hidden_size], fix=fix))
     return "draft"
+
+
+def _tied(draft: Draft, row: DraftRow, problems: list[Problem]) -> Attribute:
+    """Return ``tie_word_embeddings`` as the engine sees it; HS603 if it is neither true nor false."""
+    found = attribute(draft, "tie_word_embeddings", row)
+    if found.value is not ABSENT and not isinstance(found.value, bool):
+        where, fix = draft.at(f"{draft.decoder_prefix}tie_word_embeddings"), "write false: config classes refuse it"
+        got = "null" if found.value is None else repr(found.value)[:100]
+        problems.append(problem("HS603", where=where, got=got, expected="true or false", fix=fix))
+    return found
+
+
+def _takes_both(draft: Draft, sizes: DraftSizes, row: DraftRow) -> bool:
+    """Return whether embedding and head are both the target's, whatever their width, for want of a draft vocabulary."""
+    null = row.head == "own_unless_no_draft_vocab" and sizes.draft_vocab_size is None
+    tied = row.tied_head == "embedding" and attribute(draft, "tie_word_embeddings", row).value is True
+    return null and not tied
 
 
 def _needs_own(row: DraftRow, sizes: DraftSizes) -> bool:

@@ -145,11 +145,21 @@ def draft_row(
     rows = [*own, *(row for row in found.drafts if version in row.versions)]
     for row in rows:
         if row.layout == layout and architecture in row.architectures:
-            return row
+            return row if row.loading is not None else _with_loading(row, found.drafts, architecture)
     known = sorted({a for row in rows if row.layout == layout for a in row.architectures})
     expected = f"one of {_join(known)}" if known else "a config in SafeAILab's layout"
     where = f"{engine} {version}: draft architecture ({layout} layout)"
     raise ResolveError(_unknown(where, architecture, expected))
+
+
+def _with_loading(row: DraftRow, known: Sequence[DraftRow], architecture: str) -> DraftRow:
+    """Return a profile's row with what no probe tries, as the newest row that is known of such drafts says it."""
+    alike = [r for r in known if r.layout == row.layout and architecture in r.architectures]
+    if not alike:
+        got = f"{architecture}, of which a profile alone knows"
+        raise ResolveError(_unknown(f"draft architecture ({row.layout} layout)", got, "one that the tables know"))
+    newest = max(alike, key=lambda r: max(Version(v) for v in r.versions))
+    return row.model_copy(update={"loading": newest.loads})
 
 
 def _proved(engine: str, version: str, profile: EngineProfile | None) -> EngineProfile | None:

@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, NotRun, OptionRule, Unsupported
+from hsformat.engines.rows import (
+    CaptureRow,
+    DraftRow,
+    HiddenKey,
+    IdKey,
+    IdReader,
+    Loading,
+    NotRun,
+    OptionRule,
+    Unsupported,
+)
 from hsformat.layout import EAGLE3_SHIFT
 
 __all__ = ["CAPTURES", "DRAFTS", "NOT_RUN", "TITLE", "UNSUPPORTED"]
@@ -105,7 +115,13 @@ CAPTURES = (
     ),
     _read(_AND_AFTER_LAST, _DEEPSEEK[1:], ("0.32.0",), _AFTER_LAST),
     _read(_AND_AFTER_LAST, _DEEPSEEK, ("0.33.0",), _AFTER_LAST),
-    _read(_BEFORE_EACH, _DSA, _LATE, "models/deepseek_v32/nvidia/model.py, amd/model.py: none after the last layer"),
+    _read(
+        _BEFORE_EACH,
+        _DSA,
+        _LATE,
+        "models/deepseek_v32/nvidia/model.py, amd/model.py: none after the last layer; id 0 is captured by nvidia/ "
+        "alone, amd/ fails at it, so that it is refused for both",
+    ),
 )  # fmt: skip
 
 _NO_INTERFACE = "the engine refuses to start: the model has no EAGLE-3 interface"
@@ -168,7 +184,14 @@ _V2 = IdReader(
     ),
     positions="drafted",
 )
-_INNER = IdKey(path="transformer_layer_config.eagle_aux_hidden_state_layer_ids", plus=0)
+_INNER = "transformer_layer_config"
+_INNER_TOP = IdKey(path=f"{_INNER}.{_TOP.path}", plus=0)
+
+
+def _inside(reader: IdReader) -> IdReader:
+    """Return where a reader looks in the speculators layout: its config is the decoder's, and ids beside it count."""
+    keys = tuple(IdKey(path=f"{_INNER}.{key.path}", plus=key.plus) for key in reader.keys)
+    return IdReader(name=reader.name, keys=(_TOP, *keys), positions=reader.positions)
 
 
 def _option(*keys: str, default: bool = False, combine: Literal["first", "any"] = "first") -> OptionRule:
@@ -188,6 +211,26 @@ _OTHER_NAMES = (
     "Eagle3Qwen3vlForCausalLM",
 )
 """Further names of the class (model_executor/models/registry.py), under which it was not run."""
+
+_LOADING = Loading(
+    mlp_width="intermediate_size",
+    null_target_width="fails",
+    no_draft_vocab="null",
+    empty_ids="absent",
+    hidden_keys=(
+        HiddenKey(reader=_V1.name, path=_DFLASH.path, by="eagle_config"),
+        HiddenKey(reader=_V1.name, path=f"{_INNER}.{_DFLASH.path}", by=f"{_INNER}.eagle_config"),
+    ),
+    map_name="d2t",
+    other_names={},
+    skipped=("mask_hidden",),
+    query_rank="any",
+    config_class=True,
+    needed=(),
+    source="model_executor/models/llama_eagle3.py and qwen3_eagle3.py (LlamaMLP takes intermediate_size; "
+    "target_hidden_size by getattr, null times 3; load_weights), v1/worker/gpu_model_runner.py "
+    "(_get_eagle3_aux_layers_from_config: ids of dflash_config are overwritten by those of eagle_config, also by none)",
+)
 
 _PLAIN = DraftRow(
     layout="plain",
@@ -217,6 +260,7 @@ _PLAIN = DraftRow(
     rope_layouts=("rope_theta", "rope_parameters"),
     partial_rotary_keys=("rope_parameters.partial_rotary_factor", "partial_rotary_factor"),
     shift=EAGLE3_SHIFT,
+    loading=_LOADING,
     source="hsformat engines probe --drafts, on a CPU with model runner V1: logits of two drafted tokens of 32 folders "
     f"against NumPy (tests/data/profiles); V2 in {_DRAFT_FILES}",
     versions=("0.32.0",),
@@ -252,20 +296,31 @@ _MLA = _draft(
     attention_bias=_option(),
     output_bias=_option(),
     mlp_bias=_option(),
+    loading=Loading.model_validate(
+        {**dict(_LOADING), "skipped": (), "source": "model_executor/models/deepseek_eagle3.py"}
+    ),
     versions=_LATE,
     source="model_executor/models/deepseek_eagle3.py",
 )
+_FROM_SPECULATORS = Loading.model_validate(
+    {
+        **dict(_LOADING), "null_target_width": "absent", "config_class": False, "needed": ("rms_norm_eps",),
+        "source": f"{_LOADING.source}; transformers_utils/configs/speculators/: a config object without the constants "
+        "of a model's class; target_hidden_size counts where it is not null",
+    }
+)  # fmt: skip
 _SPECULATORS = _draft(
     _PLAIN,
     layout="speculators",
     architectures=("llama",),
-    readers=tuple(IdReader(name=r.name, keys=(_TOP, _INNER), positions=r.positions) for r in (_V2, _V1)),
-    count_keys=("transformer_layer_config.num_aux_hidden_states",),
+    readers=(_inside(_V2), _inside(_V1)),
+    count_keys=(f"{_INNER}.num_aux_hidden_states", f"{_INNER}.{_NESTED.path}"),
     norm_before_residual=_option("norm_before_residual", default=True),
-    norm_before_fc=_option("norm_before_fc"),
+    norm_before_fc=_option(f"{_INNER}.eagle_config.norm_before_fc", "norm_before_fc"),
     attention_bias=_option("transformer_layer_config.attention_bias"),
     output_bias=_option("transformer_layer_config.attention_bias", "transformer_layer_config.bias", combine="any"),
     mlp_bias=_option("transformer_layer_config.mlp_bias"),
+    loading=_FROM_SPECULATORS,
     versions=_LATE,
     source="transformers_utils/configs/speculators/: the width of fc stays that of 3 captures (vllm#54526)",
 )
@@ -276,9 +331,14 @@ _SPECULATORS_QWEN3 = _draft(
     output_bias=_option(),
     mlp_bias=_option(),
     count_keys=(
-        "transformer_layer_config.num_aux_layers",
-        "transformer_layer_config.num_aux_hidden_states",
-        "eagle_aux_hidden_state_layer_ids",
+        f"{_INNER}.num_aux_layers",
+        f"{_INNER}.num_aux_hidden_states",
+        _TOP.path,
+        _INNER_TOP.path,
+        f"{_INNER}.{_NESTED.path}",
+    ),
+    loading=Loading.model_validate(
+        {**dict(_FROM_SPECULATORS), "needed": ("rms_norm_eps", "num_key_value_heads", "max_position_embeddings")}
     ),
     source="transformers_utils/configs/speculators/, model_executor/models/qwen3_eagle3.py",
 )
@@ -289,7 +349,7 @@ _EARLY = {
 }  # fmt: skip
 _EARLY_SPECULATORS = {
     **_EARLY,
-    "readers": tuple(IdReader(name=r.name, keys=(_TOP, _INNER), positions=r.positions) for r in (_V1, _V2_EARLY)),
+    "readers": (_inside(_V1), _inside(_V2_EARLY)),
     "fc_norm": _option("transformer_layer_config.fc_norm"),
     "norm_output": _option("transformer_layer_config.norm_output"),
 }

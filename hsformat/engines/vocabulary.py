@@ -1,4 +1,4 @@
-"""The draft's vocabulary: its size, and the map from its ids to the target's. May import ``drafts``.
+"""The draft's vocabulary: its size, and the map from its ids to the target's. May import ``sizes``.
 
 ``d2t`` holds offsets: draft id i stands for target id ``i + d2t[i]``. A map of absolute ids, one of the wrong size and
 a missing one draft other tokens than meant, or crash; ``t2d`` says which ids are in the draft's vocabulary, and so
@@ -13,16 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from hsformat.digests import digest_bytes
-from hsformat.engines.drafts import Draft, DraftSizes
+from hsformat.engines.drafts import Draft
 from hsformat.engines.rows import DraftRow
+from hsformat.engines.sizes import DraftSizes
 from hsformat.engines.targets import TargetFacts
-from hsformat.problems import Problem, Severity, problem
+from hsformat.problems import Problem, problem
 
 __all__ = ["DraftVocabulary", "check_map", "read_vocabulary", "vocabulary_digest"]
 
 
 class DraftVocabulary(NamedTuple):
-    """Rows of the draft's head, and the digest of the target ids that they stand for (None: the target's own)."""
+    """Rows of the draft's head, and the digest of the target ids that they stand for.
+
+    None: the target's own. ``unknown``: the map cannot be read, which was reported.
+    """
 
     size: int
     map_digest: str | None
@@ -40,7 +44,7 @@ def read_vocabulary(
         problems.append(problem("HS408", where=where, got=sizes.vocab_size, expected=expected, fix=fix))
     size = sizes.draft_vocab_size
     if size is None:
-        if "draft_vocab_size" not in draft.config and row.head == "own_unless_no_draft_vocab":
+        if "draft_vocab_size" not in draft.config and row.loads.no_draft_vocab == "fails":
             fix = f"write draft_vocab_size: {total} for a head of the target's vocabulary"
             where = draft.at("draft_vocab_size")
             expected = f"a number, or null for the target's own head: {title} fails to load the draft otherwise"
@@ -49,16 +53,18 @@ def read_vocabulary(
     if size > total:
         where = draft.at("draft_vocab_size")
         problems.append(problem("HS408", where=where, got=size, expected=f"at most {total}, as the target"))
-        return DraftVocabulary(size, None)
+        return DraftVocabulary(size, "unknown")
     if size == total:
         return DraftVocabulary(size, _full(draft, row, size, title, problems))
-    if draft.d2t is None:
+    named = _map_names(draft, row, title, problems)
+    if draft.d2t is None or (draft.shapes is not None and not named):
         if draft.shapes is not None and not any("d2t" in name for name in draft.shapes):
             fix = "export d2t with the draft: without it an engine takes the first ids of the target's vocabulary"
             got = f"no d2t, and a draft vocabulary of {size} of {total} ids"
             expected = f"d2t, int64 [{size}]"
             problems.append(problem("HS408", where=f"{draft.where}: d2t", got=got, expected=expected, fix=fix))
-        return DraftVocabulary(size, None)
+        unread = draft.shapes is None or bool(named)
+        return DraftVocabulary(size, "unknown" if unread else vocabulary_digest(np.zeros(size, np.int64)))
     problems += check_map(draft.d2t, draft.t2d, size=size, total=total, where=draft.where)
     return DraftVocabulary(size, vocabulary_digest(draft.d2t))
 
@@ -105,9 +111,9 @@ def check_map(
         )
         problems.append(_wrong(f"{where}: d2t", got, "i + d2t[i] strictly rising, in range, and true in t2d", fix))
     elif t2d is None and len(d2t) > 1 and bool((np.diff(d2t) > 0).all()):
-        got = "offsets that rise at every id, as they do in a map of target ids"
-        fix = "store t2d beside it, which tells offsets from ids"
-        problems.append(_wrong(f"{where}: d2t", got, "some neighbouring ids", fix, Severity.WARNING))
+        got = "offsets that rise at every id, as a map of target ids does: nothing tells which it is"
+        fix = "store t2d beside it, which tells offsets from ids; of ids, write d2t[i] = target id - i"
+        problems.append(_wrong(f"{where}: d2t", got, "some neighbouring target ids, or t2d", fix))
     return problems
 
 
@@ -132,6 +138,22 @@ def _full(draft: Draft, row: DraftRow, size: int, title: str, problems: list[Pro
     return None
 
 
+def _map_names(draft: Draft, row: DraftRow, title: str, problems: list[Problem]) -> list[str]:
+    """Return the tensors that an engine takes for the map; HS408 for another one whose name says that it is one."""
+    names = sorted(n for n in draft.shapes or () if "d2t" in n)
+    taken = {
+        "d2t": [n for n in names if n == "d2t"],
+        "part": [n for n in names if n.rpartition(".")[2] == "d2t"],
+        "anywhere": names,
+    }[row.loads.map_name]
+    what = "fails to load" if row.unknown_weights == "refused" else "leaves out"
+    for name in names:
+        if name not in taken:
+            where, got = f"{draft.where}: {name}", f"a map under a name that {title} {what}"
+            problems.append(_wrong(where, got, "d2t", "rename it to d2t"))
+    return taken
+
+
 def _absolute(d2t: npt.NDArray[np.int64], t2d: npt.NDArray[np.bool_] | None, total: int) -> bool:
     if not len(d2t) or d2t.min() < 0 or d2t.max() >= total or not (np.diff(d2t) > 0).all():
         return False
@@ -150,5 +172,5 @@ def _what(ids: npt.NDArray[np.int64], *, rising: bool, inside: bool, total: int)
     return "target ids that t2d does not have"
 
 
-def _wrong(where: str, got: str, expected: str, fix: str, severity: Severity | None = None) -> Problem:
-    return problem("HS408", where=where, got=got, expected=expected, fix=fix, severity=severity)
+def _wrong(where: str, got: str, expected: str, fix: str) -> Problem:
+    return problem("HS408", where=where, got=got, expected=expected, fix=fix)

@@ -1,6 +1,6 @@
 """The weights of a draft: names and shapes against what an engine loads, from safetensors headers alone.
 
-Engines leave a weight that is missing or misnamed at its random start, mostly without a word. May import ``drafts`` and
+Engines leave a weight that is missing or misnamed at its random start, mostly without a word. May import ``sizes`` and
 ``options``.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hsformat.engines.drafts import Draft, DraftSizes
+from hsformat.engines.drafts import Draft
 from hsformat.engines.options import DraftOptions, norm_weight_owner
 from hsformat.engines.rows import DraftRow
+from hsformat.engines.sizes import DraftSizes, LatentSizes
 from hsformat.problems import Problem, Severity, problem
 
 __all__ = ["EMBEDDING", "HEAD", "check_weights", "find_weight"]
@@ -25,9 +26,9 @@ _WIDTHS = ("hidden", "captures")
 
 @dataclass(frozen=True, slots=True)
 class _Dim:
-    """One dimension of a weight: the sizes that it may have, and what they are."""
+    """One dimension of a weight: its size, and what it is."""
 
-    sizes: tuple[int, ...]
+    size: int
     kind: str = ""
 
 
@@ -43,6 +44,7 @@ def find_weight(draft: Draft, row: DraftRow, name: str) -> str | None:
     names = [name]
     if name.startswith(first):
         names = [f"{layer}.{name.removeprefix(first)}" for layer in row.layer_names]
+    names += [n.replace(part, other) for n in names for part, other in row.loads.other_names.items() if part in n]
     prefixes = ("",) if name == HEAD else row.weight_prefixes  # the head stands beside the model, not in it
     there = [f"{prefix}{n}" for n in names for prefix in prefixes if f"{prefix}{n}" in (draft.shapes or ())]
     return there[0] if there else None
@@ -74,25 +76,22 @@ def check_weights(
         got = "a quantised draft, whose weights have other names and shapes"
         where = draft.at("quantization_config")
         return [_problem("HS411", where, got, "unquantised weights, which can be checked", fix, Severity.WARNING)]
-    problems, used = [], set()
-    for weight in _expected(draft, sizes, row, options, captures):
-        name = find_weight(draft, row, weight.name)
+    problems = []
+    found = [(w, find_weight(draft, row, w.name)) for w in _expected(sizes, row, options, captures)]
+    used = {name for _, name in found if name is not None}
+    for weight, name in found:
         if name is None:
-            problems.append(_missing(draft, row, weight, title))
-            continue
-        used.add(name)
-        if (wrong := _shape_problem(draft, sizes, weight, name, captures, fed)) is not None:
+            problems.append(_missing(draft, row, weight, used, title))
+        elif (wrong := _shape_problem(draft, sizes, weight, name, captures, fed)) is not None:
             problems.append(wrong)
     # Later layers have both norms as modules and use one of them.
     used |= {f"layers.{i}.{n}.weight" for i in range(1, sizes.num_layers) for n in ("hidden_norm", "input_layernorm")}
-    return problems + list(_unknown(draft, row, used, title))
+    return problems + list(_unknown(draft, row, options, used, title))
 
 
-def _expected(
-    draft: Draft, sizes: DraftSizes, row: DraftRow, options: DraftOptions, captures: int
-) -> Iterator[_Weight]:
-    hidden = _Dim((sizes.hidden_size,), "hidden")
-    wide = _Dim((sizes.target_hidden_size * captures,), "captures")
+def _expected(sizes: DraftSizes, row: DraftRow, options: DraftOptions, captures: int) -> Iterator[_Weight]:
+    hidden = _Dim(sizes.hidden_size, "hidden")
+    wide = _Dim(sizes.target_hidden_size * captures, "captures")
     yield _Weight("fc.weight", (hidden, wide))
     if options.fc_bias:
         yield _Weight("fc.bias", (hidden,))
@@ -100,20 +99,20 @@ def _expected(
         yield _Weight("input_norm.weight", (wide,))
     if options.fc_norm:
         for i in range(captures):
-            yield _Weight(f"fc_norm.{i}.weight", (_Dim((sizes.target_hidden_size,), "hidden"),))
+            yield _Weight(f"fc_norm.{i}.weight", (_Dim(sizes.target_hidden_size, "hidden"),))
     yield _Weight("norm.weight", (hidden,))
     for layer in range(sizes.num_layers):
         prefix = row.layer_names[0] if layer == 0 else f"layers.{layer}"
-        width = _Dim((2 * sizes.hidden_size,), "hidden") if layer == 0 else hidden
+        width = _Dim(2 * sizes.hidden_size, "hidden") if layer == 0 else hidden
         norms = ["post_attention_layernorm"]
         norms += ["hidden_norm", "input_layernorm"] if layer == 0 else [row.later_layers_norm]
         for norm in norms:
             yield _Weight(f"{prefix}.{norm}.weight", (hidden,))
-        for name, dims in _attention(draft, sizes, row, width, hidden).items():
+        for name, dims in _attention(sizes, row, width, hidden).items():
             yield _Weight(f"{prefix}.self_attn.{name}.weight", dims)
             if options.output_bias if name == "o_proj" else options.attention_bias and name in _QKV:
                 yield _Weight(f"{prefix}.self_attn.{name}.bias", dims[:1])
-        inner = _Dim(sizes.intermediate_sizes)
+        inner = _Dim(sizes.intermediate_size)
         for name in ("gate_proj", "up_proj", "down_proj"):
             dims = (hidden, inner) if name == "down_proj" else (inner, hidden)
             yield _Weight(f"{prefix}.mlp.{name}.weight", dims)
@@ -121,47 +120,36 @@ def _expected(
                 yield _Weight(f"{prefix}.mlp.{name}.bias", dims[:1])
 
 
-def _attention(
-    draft: Draft, sizes: DraftSizes, row: DraftRow, width: _Dim, hidden: _Dim
-) -> Mapping[str, tuple[_Dim, ...]]:
-    if row.attention == "mla":
-        return _latent(draft, sizes, width, hidden)
-    q, kv = _Dim((sizes.num_heads * sizes.head_dim,)), _Dim((sizes.num_kv_heads * sizes.head_dim,))
+def _attention(sizes: DraftSizes, row: DraftRow, width: _Dim, hidden: _Dim) -> Mapping[str, tuple[_Dim, ...]]:
+    if sizes.latent is not None:
+        return _latent(sizes.latent, sizes.num_heads, width, hidden)
+    q, kv = _Dim(sizes.num_heads * sizes.head_dim), _Dim(sizes.num_kv_heads * sizes.head_dim)
     out = {"q_proj": (q, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (hidden, q)}
-    head = (_Dim((sizes.head_dim,)),)
+    head = (_Dim(sizes.head_dim),)
     return {**out, "q_norm": head, "k_norm": head} if row.attention == "qwen3" else out
 
 
-def _latent(draft: Draft, sizes: DraftSizes, width: _Dim, hidden: _Dim) -> Mapping[str, tuple[_Dim, ...]]:
-    def size(key: str) -> int:
-        value = draft.decoder.get(key)
-        return value if type(value) is int and value > 0 else 0
-
-    rank, kv_rank, nope, rope, v = (
-        size(k) for k in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
-    heads = sizes.num_heads
+def _latent(latent: LatentSizes, heads: int, width: _Dim, hidden: _Dim) -> Mapping[str, tuple[_Dim, ...]]:
     out = {
-        "kv_a_proj_with_mqa": (_Dim((kv_rank + rope,)), width),
-        "kv_a_layernorm": (_Dim((kv_rank,)),),
-        "kv_b_proj": (_Dim((heads * (nope + v),)), _Dim((kv_rank,))),
-        "o_proj": (hidden, _Dim((heads * v,))),
+        "kv_a_proj_with_mqa": (_Dim(latent.kv_rank + latent.rope), width),
+        "kv_a_layernorm": (_Dim(latent.kv_rank),),
+        "kv_b_proj": (_Dim(heads * (latent.nope + latent.value)), _Dim(latent.kv_rank)),
+        "o_proj": (hidden, _Dim(heads * latent.value)),
     }
-    if rank == 0:
-        return {**out, "q_proj": (_Dim((heads * (nope + rope),)), width)}
-    return {
-        **out,
-        "q_a_proj": (_Dim((rank,)), width),
-        "q_a_layernorm": (_Dim((rank,)),),
-        "q_b_proj": (_Dim((heads * (nope + rope),)), _Dim((rank,))),
-    }
+    queries = _Dim(heads * (latent.nope + latent.rope))
+    if latent.query_rank is None:
+        return {**out, "q_proj": (queries, width)}
+    rank = _Dim(latent.query_rank)
+    return {**out, "q_a_proj": (rank, width), "q_a_layernorm": (rank,), "q_b_proj": (queries, rank)}
 
 
-def _missing(draft: Draft, row: DraftRow, weight: _Weight, title: str) -> Problem:
+def _missing(draft: Draft, row: DraftRow, weight: _Weight, used: set[str], title: str) -> Problem:
     shown = [f"{prefix}{weight.name}" for prefix in row.weight_prefixes]
     got = "no such weight"
     last = weight.name.split(".", 1)[1] if weight.name.startswith(row.layer_names[0]) else weight.name
-    if alike := sorted(n for n in draft.shapes or () if n.endswith(last) and norm_weight_owner(n) is None)[:2]:
+    if alike := sorted(
+        n for n in draft.shapes or () if n.endswith(last) and n not in used and norm_weight_owner(n) is None
+    )[:2]:
         got += f"; the folder has {', '.join(alike)}, which {title} does not load for it"
     shape = _shape(weight)
     fix = f"export the draft again: {title} leaves it at its random start and says nothing"
@@ -174,7 +162,7 @@ def _shape_problem(
     shape = (draft.shapes or {})[name]
     where, expected = f"{draft.where}: {name}", _shape(weight)
     if len(shape) == len(weight.dims):
-        wrong = [d for d, n in zip(weight.dims, shape, strict=True) if n not in d.sizes]
+        wrong = [d for d, n in zip(weight.dims, shape, strict=True) if n != d.size]
         if not wrong:
             return None
         slots, rest = divmod(shape[-1], sizes.target_hidden_size)
@@ -189,14 +177,21 @@ def _shape_problem(
     return _problem("HS411", where, str(list(shape)), expected, "config and weights are of different models")
 
 
-def _unknown(draft: Draft, row: DraftRow, used: set[str], title: str) -> Iterator[Problem]:
+def _unknown(draft: Draft, row: DraftRow, options: DraftOptions, used: set[str], title: str) -> Iterator[Problem]:
     """Yield the weights that nothing takes: trained ones of a layer are lost, others are reported."""
     shared = {HEAD, *(f"{prefix}{EMBEDDING}" for prefix in row.weight_prefixes)}
     for name in sorted(draft.shapes or ()):
         known = name in used or name in shared or "t2d" in name or "d2t" in name or "rotary_emb" in name
-        if known or norm_weight_owner(name) is not None:
+        owner = norm_weight_owner(name)
+        if known or (owner is not None and not getattr(options, owner)):  # of a norm that is off: options says it
             continue
         dropped = row.unknown_weights == "dropped" or name.endswith(".bias")
+        if any(part in name for part in row.loads.skipped):
+            got = f"a weight that {title} leaves out with a warning of its own"
+            fix = "nothing, if the draft is to be served without it"
+            expected = "weights that it loads"
+            yield _problem("HS411", f"{draft.where}: {name}", got, expected, fix, Severity.WARNING)
+            continue
         got = f"a weight that {title} {'drops without a word' if dropped else 'fails to load'}"
         inside = name.rpartition("model.")[2].startswith((*row.layer_names, "midlayer.", "layers.", "fc."))
         severity = Severity.ERROR if inside or not dropped else Severity.WARNING
@@ -205,7 +200,7 @@ def _unknown(draft: Draft, row: DraftRow, used: set[str], title: str) -> Iterato
 
 
 def _shape(weight: _Weight) -> str:
-    return f"[{', '.join(' or '.join(map(str, d.sizes)) for d in weight.dims)}]"
+    return f"[{', '.join(str(d.size) for d in weight.dims)}]"
 
 
 def _problem(code: str, where: str, got: str, expected: str, fix: str, severity: Severity | None = None) -> Problem:

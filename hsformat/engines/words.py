@@ -40,11 +40,14 @@ def layout_lines(layout: ServingLayout) -> list[str]:
         f"{'one' if layout.norm_before_fc else 'no'} norm over all captures before fc",
         "a norm a capture before fc" if layout.fc_norm else "no norm a capture",
         f"the draft's output is passed on {'after' if layout.norm_output else 'before'} its final norm",
+        f"epsilon {'not known' if layout.rms_norm_eps is None else f'{layout.rms_norm_eps:g}'}",
     ]
     if layout.later_layers_norm:
         norms.append(f"later layers begin with {layout.later_layers_norm}")
     vocabulary = f"{layout.draft_vocab_size} of {layout.vocab_size} ids"
-    if layout.vocab_map is not None:
+    if layout.vocab_map == "unknown":
+        vocabulary += ", by a map that cannot be read"
+    elif layout.vocab_map is not None:
         vocabulary += f", map {layout.vocab_map}"
     ropes = [
         f"{r.kind}, base {r.theta:g}, {r.rotary_dim} dimensions"
@@ -58,13 +61,21 @@ def layout_lines(layout: ServingLayout) -> list[str]:
         *(f"    {line}" for line in columns(rows)),
         f"  fc          {n} x {layout.target_hidden_size} to {layout.hidden_size}",
         f"  norms       {'; '.join(norms)}",
-        f"  draft       {layout.num_draft_layers} layer{'s' if layout.num_draft_layers > 1 else ''}; the "
-        f"{layout.embedding}'s embedding, the {layout.head}'s head",
+        f"  draft       {layout.num_draft_layers} layer{'s' if layout.num_draft_layers > 1 else ''}; "
+        f"{_owned(layout.embedding, 'embedding')}, {_owned(layout.head, 'head')}",
         f"  vocabulary  {vocabulary}",
         f"  rope        {'; '.join(ropes) or 'none'}; {limit}",
         f"  shift       at training index t: h[t], token t{s.token:+d}, position t{s.position:+d}, target "
         f"t{s.target:+d}",
     ]
+
+
+def _owned(owner: str, what: str) -> str:
+    return (
+        f"the draft's {what} or the target's: its weights cannot be read"
+        if owner == "unknown"
+        else f"the {owner}'s {what}"
+    )
 
 
 def rule_text(row: CaptureRow) -> str:

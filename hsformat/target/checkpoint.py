@@ -73,8 +73,15 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, *, every_file: bool = False) -> Checkpoint:
     """Read the headers of all weight files: ``model.safetensors.index.json`` and its shards, or ``model.safetensors``.
+
+    Parameters
+    ----------
+    every_file
+        As engines load a draft: of a folder without an index every ``*.safetensors``, whatever its name, and beside an
+        index nothing that it does not name (vLLM 0.32.0 model_executor/model_loader/default_loader.py, SGLang 0.5.23
+        model_loader/loader.py, both by ``filter_duplicate_safetensors_files``).
 
     Raises
     ------
@@ -83,7 +90,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         file, with the count of missing bytes. HS603: weights under names that no loader of a folder looks for.
     """
     index, single = folder / _INDEX, folder / _SINGLE
-    if index.exists() and single.exists():
+    if index.exists() and single.exists() and not every_file:
         raise ForeignFileError(
             problem(
                 "HS603", where=str(folder), got=f"both {_INDEX} and {_SINGLE}", expected="one of them",
@@ -91,8 +98,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             )
         )  # fmt: skip
     weight_map = _weight_map(index) if index.exists() else None
-    names = sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE]
-    if weight_map is None and not single.exists():
+    alone = sorted(p.name for p in folder.glob("*.safetensors")) if every_file else [_SINGLE] * single.exists()
+    names = sorted(set(weight_map.values())) if weight_map is not None else alone
+    if not names:
         raise ForeignFileError(_no_weights(folder))
     problems: list[Problem] = []
     tensors: dict[str, TensorInfo] = {}
@@ -114,7 +122,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             continue
         found[name] = [info.name for info in infos]
         tensors |= {info.name: info for info in infos}
-    problems += _index_problems(index, weight_map or {}, found)
+    problems += _index_problems(index if weight_map is not None else folder, weight_map or {}, found)
     if problems:
         raise ForeignFileError(problems)
     return Checkpoint(folder=folder, files=tuple(names), tensors=tensors)

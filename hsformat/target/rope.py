@@ -46,8 +46,9 @@ def normalise_ropes(
     if not isinstance(parameters, dict):
         problems.append(_problem(f"{where}: rope_parameters", repr(parameters)[:100], "an object or null"))
         return ()
-    theta = config.get("rope_theta") or (rule_used.theta if rule else None)
-    local = config.get("rope_local_base_freq") or rule_used.local_theta
+    theta, local = config.get("rope_theta"), config.get("rope_local_base_freq")
+    theta = (rule_used.theta if rule else None) if theta is None else theta  # 0 is stated, and wrong
+    local = rule_used.local_theta if local is None else local
     if parameters and all(isinstance(v, dict) or v is None for v in parameters.values()):
         sets = {layers: p for layers, p in sorted(parameters.items()) if p is not None}
     elif local is not None:  # Gemma 3 as Transformers 4 writes it: the flat parameters are those of the full layers

@@ -62,6 +62,7 @@ _DRAFT = """
         "vocab_size": 100,
         "draft_vocab_size": 100,
         "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],

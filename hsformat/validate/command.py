@@ -40,7 +40,9 @@ def validate(
             help="metadata: structure, sizes, ids. sample: also some records. full: every checksum and every number."
         ),
     ] = Level.SAMPLE,
-    target: Annotated[str | None, typer.Option(help="Folder of the model that the data has to be of.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Folder of the model that the data has to be of: config, tokenizer and weights.")
+    ] = None,
     draft: Annotated[
         str | None, typer.Option(help="Folder of a draft that the data has to fit; with --engine.")
     ] = None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from draft_folders import draft_config
+import numpy as np
+from draft_folders import INNER, draft_config
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -55,12 +56,44 @@ def questions(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def shapes_of(config: DraftConfig, captures: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a draft's weights, by the sizes of ``draft_folders``: 4 heads of 4, 2 of them KV."""
+    h, wide = config.hidden_size, config.target_hidden_size * captures
+    out: dict[str, tuple[int, ...]] = {"fc.weight": (h, wide), "norm.weight": (h,)}
+    if config.norm_before_fc:
+        out["input_norm.weight"] = (wide,)
+    if config.fc_norm:
+        out |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(captures)}
+    for i in range(config.num_layers):
+        p, fed = ("midlayer", 2 * h) if i == 0 else (f"layers.{i}", h)
+        out |= {f"{p}.{n}.weight": (h,) for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+        out |= {f"{p}.self_attn.{n}_proj.weight": (rows, fed) for n, rows in (("q", 16), ("k", 8), ("v", 8))}
+        out |= {f"{p}.self_attn.o_proj.weight": (h, 16), f"{p}.mlp.down_proj.weight": (h, INNER)}
+        out |= {f"{p}.mlp.{n}_proj.weight": (INNER, h) for n in ("gate", "up")}
+    if config.head == "draft":
+        out["lm_head.weight"] = (config.draft_vocab_size, h)
+    if config.embedding == "draft":
+        out["embed_tokens.weight"] = (config.vocab_size, h)
+    if config.draft_vocab_size < config.vocab_size:
+        out |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    return out
+
+
 def served(keys: dict[str, Any], question: dict[str, Any], engine: str, version: str) -> tuple[Any, list[Problem]]:
-    """Inspect a draft with the emitted keys; its weights are left out, so that they are not checked."""
+    """Inspect a draft with the emitted keys and with weights as the draft has them."""
     sizes = {"num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rope_theta"}
     config = {**{k: v for k, v in draft_config().items() if k in sizes}, **keys}
     problems: list[Problem] = []
-    draft = draft_of(config, where="draft", problems=problems)
+    about = question["config"]
+    reduced = about.draft_vocab_size < about.vocab_size
+    draft = draft_of(
+        config,
+        where="draft",
+        problems=problems,
+        shapes=shapes_of(about, len(question["aux"])),
+        d2t=np.zeros(about.draft_vocab_size, np.int64) if reduced else None,
+        t2d=np.arange(about.vocab_size) < about.draft_vocab_size if reduced else None,
+    )
     assert draft is not None
     target = TargetFacts(
         where="target", architecture=question["architecture"], num_layers=question["num_layers"],
@@ -79,6 +112,7 @@ def same(layout: ServingLayout, question: dict[str, Any]) -> None:
     config = question["config"]
     assert list(layout.keys) == question["aux"]
     assert {name: getattr(layout, name) for name in NORMS} == {name: getattr(config, name) for name in NORMS}
+    assert (layout.embedding, layout.head) == (config.embedding, config.head)
     assert layout.num_draft_layers == config.num_layers
     assert layout.draft_vocab_size == config.draft_vocab_size
     assert layout.hidden_size == config.hidden_size

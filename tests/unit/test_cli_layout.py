@@ -59,6 +59,10 @@ def test_what_the_other_engine_would_do(cli, folders, tmp_path):
         ({}, {"--engine-version": "new"}, 2),
         ({}, {"--engine": "llama.cpp"}, 2),
         ({}, {"--engine": "custom:absent.json"}, 2),
+        ({}, {"--engine": "custom:"}, 2),
+        ({}, {"--engine": "custom:."}, 2),
+        ({}, {"--engine-profile": "."}, 2),
+        ({}, {"--target": "."}, 2),
         ({}, {"--engine-profile": "absent.json"}, 2),
         ({"architectures": ["Unknown"]}, {}, 2),
         ({}, {"--target": "absent"}, 2),
@@ -73,6 +77,10 @@ def test_exit_codes(cli, folders, tmp_path, changes, options, expected):
         assert code == expected, out + err
         if more:
             assert json.loads(out)["exit_code"] == expected
+    (tmp_path / "empty").mkdir()
+    for wrong in (draft / "config.json", tmp_path / "empty"):
+        code, out, _ = cli("layout", wrong, "--engine", "vllm", "--engine-version", "0.32.0", "--target", target)
+        assert code == 2, out
     assert (
         cli("layout", tmp_path / "absent", "--engine", "vllm", "--engine-version", "0.32.0", "--target", target)[0] == 2
     )
@@ -91,6 +99,10 @@ def test_engines_are_listed(cli):
     for engine in ENGINES.values():
         assert engine.title in out
     assert "depth = id + 1 if the first id is 1, otherwise depth = id" in out
+    for engine in ENGINES.values():
+        for row in engine.captures:
+            for name in row.architectures:  # whether a target is known can be seen
+                assert name in out
     code, out, _ = cli("engines", "--engine", "vllm", "--format", "json")
     rows = json.loads(out)["vllm"]
     assert {row["kind"] for row in rows} == {"captures", "draft", "unsupported"}

@@ -24,8 +24,8 @@ def serving(*keys: str, **changes: object) -> ServingLayout:
         "num_layers": contract.target.num_layers, "target_hidden_size": contract.target.hidden_size,
         "vocab_size": contract.target.vocab_size, "aux": aux, "hidden_size": 8, "num_draft_layers": 1,
         "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-        "later_layers_norm": None, "rope": (), "max_positions": 64, "embedding": "target", "head": "draft",
-        "draft_vocab_size": 100, "vocab_map": None, "shift": EAGLE3_SHIFT,
+        "later_layers_norm": None, "rope": (), "max_positions": 64, "rms_norm_eps": 1e-5,
+        "embedding": "target", "head": "draft", "draft_vocab_size": 100, "vocab_map": None, "shift": EAGLE3_SHIFT,
     }  # fmt: skip
     return ServingLayout.model_validate({**facts, **changes})
 
@@ -111,6 +111,7 @@ def test_an_aux_input_after_the_final_norm():
             "HS407",
         ),
         ({"max_positions": 32}, "HS407"),
+        ({"rms_norm_eps": 1e-6}, "HS405"),
         ({"draft_vocab_size": 50, "vocab_map": f"sha256:{'0' * 64}"}, "HS408"),
         ({"hidden_size": 16}, "HS409"),
         ({"num_draft_layers": 2, "later_layers_norm": "hidden_norm"}, "HS411"),

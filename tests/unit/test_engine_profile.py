@@ -126,6 +126,7 @@ def custom(tmp_path, folders):
         if target is not None:
             write_target(folders["target"], target_config(**target))
         layout, problems = inspect(f"custom:{path}", **folders)
+        run.problems = problems
         return layout, [p.code for p in problems if p.severity is Severity.ERROR]
 
     return run
@@ -157,11 +158,33 @@ def test_any_target_and_any_draft(custom):
 
 @pytest.mark.parametrize(
     "change",
-    [{"aux": []}, {"aux": ["2"]}, {"fc_norm": ...}, {"surprise": 1}, {"head": "theirs"}, {"norm_output": "no"}],
+    [
+        {"aux": []},
+        {"aux": ["2"]},
+        {"aux": ["d2", "d2", "d15"]},
+        {"fc_norm": ...},
+        {"surprise": 1},
+        {"head": "theirs"},
+        {"norm_output": "no"},
+    ],
 )
 def test_a_statement_of_another_form(custom, change):
-    layout, errors = custom(**change)
-    assert (layout, set(errors)) == (None, {"HS603"})
+    assert custom(**change) == (None, ["HS603"])
+
+
+def test_a_version_beside_a_stated_layout(custom, tmp_path, folders):
+    """It has to be the file's."""
+    assert custom()[1] == []
+    for version, codes in (("7", []), ("9", ["HS410"])):
+        _, problems = inspect(f"custom:{tmp_path / 'layout.json'}", **folders, version=version)
+        assert [p.code for p in problems] == codes
+
+
+def test_what_a_file_states_is_no_default_of_the_engine(custom):
+    layout, errors = custom(norm_before_residual=True)
+    assert errors == []
+    assert layout.norm_before_residual
+    assert custom.problems == []
 
 
 def test_no_statement(tmp_path, folders):

@@ -87,7 +87,8 @@ def test_a_broken_safetensors_header(look, content):
     assert look() == []
     (look.draft / "model.safetensors").write_bytes(content)
     assert look() == ["HS602"]
-    assert look.layout is not None  # what is fed is known from the config
+    assert look.layout.keys == ("d2", "d15", "d27")  # what is fed is known from the config
+    assert (look.layout.embedding, look.layout.head, look.layout.vocab_map) == ("unknown",) * 3
 
 
 def test_no_weights_and_pickled_weights(look):
@@ -294,7 +295,7 @@ def test_options_that_came_with_a_version(look, version, codes):  # SpecForge PR
     config = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
     assert look(("sglang", version), config=config, weights=draft_weights(**norms)) == codes
     applied = [look.layout.norm_before_fc, look.layout.fc_norm, look.layout.norm_output]
-    assert applied == [version > "0.5.16", version > "0.5.11", version > "0.5.11"]
+    assert applied == [version == "0.5.23", version != "0.5.11", version != "0.5.11"]
 
 
 @pytest.mark.parametrize(("config", "recurrent"), [({}, False), ({"fc_norm": True, "norm_output": True}, True)])
@@ -384,8 +385,12 @@ def test_a_map_of_ids_is_named_as_such(look):
 
 def test_a_map_of_ids_without_t2d(look):
     spread = list(range(1, 1 + 2 * VD, 2))
-    assert look(weights=draft_weights(ids=spread, t2d=None)) == []
-    assert look.warnings == ["HS408"]  # neighbouring ids would tell
+    assert look(weights=draft_weights(ids=spread, t2d=None)) == ["HS408"]  # neighbouring ids would tell
+    assert look(weights=draft_weights(ids=spread)) == []
+    low = np.array(range(VD), np.int64) + 5  # i + d2t[i] stays in range and rises, as if they were offsets
+    assert look(weights=draft_weights(d2t=low, t2d=None)) == ["HS408"]
+    with pytest.raises(ResolveError):
+        resolve("vllm", draft=look.draft, target=look.target, version="0.32.0")
     assert look(weights=draft_weights(d2t=np.array(IDS, np.int64) + 30, t2d=None)) == ["HS408"]
 
 

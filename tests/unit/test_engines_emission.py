@@ -7,7 +7,7 @@ import json
 import pytest
 from draft_folders import H, V, draft_config, draft_weights, target_config, write_draft, write_target
 
-from hsformat.engines import DraftConfig, emit, emit_for, resolve
+from hsformat.engines import DraftConfig, emission, emit, emit_for, resolve
 from hsformat.layout import AuxInput
 
 BOTH = {"vllm": "0.32.0", "sglang": "0.5.23"}
@@ -100,6 +100,35 @@ def test_lists_that_contradict_each_other():
     )
     assert keys is None
     assert {p.code for p in problems} == {"HS404"}
+
+
+def test_for_no_engine_there_is_nothing_to_write():
+    keys, problems = write(engines={})
+    assert (keys, [p.code for p in problems]) == (None, ["HS410"])
+
+
+@pytest.mark.parametrize(
+    ("function", "instead", "code"),
+    [
+        ("ids_of", lambda _row, depths, _n: [d + 1 for d in depths], "HS404"),  # other layers than asked for
+        ("_norms", lambda *_: {}, "HS405"),  # an option that is not written
+        ("_sizes", lambda *_: {}, "HS603"),  # nothing that is a draft
+    ],
+)
+def test_what_is_written_wrongly_is_found_by_reading_it_back(monkeypatch, function, instead, code):
+    monkeypatch.setattr(emission, function, instead)
+    keys, problems = write(engines={"vllm": "0.32.0"}, norm_output=True)
+    assert (keys, [p.code for p in problems]) == (None, [code])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "n", "ids"),
+    [("KimiK25ForConditionalGeneration", 61, [0, 15, 27]), ("GptOssForCausalLM", 36, [0, 18, 36])],
+)
+def test_the_embedding_can_be_written_where_nothing_is_added(architecture, n, ids):
+    keys, problems = write([f"d{i}" for i in ids], {"sglang": "0.5.23"}, architecture, n)
+    assert problems == []
+    assert keys["eagle_config"][TOP] == ids
 
 
 def test_a_config_that_contradicts_itself():

@@ -100,10 +100,14 @@ def test_no_ids_is_an_error_although_a_layout_can_be_told(tmp_path, engine):  # 
     assert [p.code for p in e.value.problems] == ["HS403"]
 
 
-@pytest.mark.parametrize("n", [27, 36, 61])
-def test_the_default_is_one_formula(n):  # SpecForge PR#239: two code paths chose different middle layers
-    for engine, version in (("vllm", "0.32.0"), ("sglang", "0.5.23")):
-        assert default_depths(capture_row(engine, version, "LlamaForCausalLM"), n) == [2, n // 2, n - 3]
+@pytest.mark.parametrize(("n", "depths"), [(27, [2, 13, 24]), (36, [2, 18, 33]), (61, [2, 30, 58])])
+def test_the_default_is_one_formula(n, depths):  # SpecForge PR#239: two code paths chose different middle layers
+    """Of every target of both engines; of one, SGLang adds one to the default as to ids."""
+    odd = {"MiniMaxM3SparseForConditionalGeneration"}
+    for engine in ("vllm", "sglang"):
+        for row in engines.ENGINES[engine].captures:
+            more = int(bool(odd & set(row.architectures)))
+            assert default_depths(row, n) == [d + more for d in depths], row.architectures
 
 
 def test_a_target_too_shallow_for_the_default(look):  # NeMo Automodel PR#2256

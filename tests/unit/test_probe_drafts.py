@@ -108,7 +108,7 @@ def test_an_engine_that_does_what_the_row_says_is_proved(engine, served, target)
     assert max(m.relative_error for m in figures if m.relative_error is not None) < 1e-5
 
 
-_NOT_ASKED = {"versions", "source", "evidence", "layout", "architectures", "attention"}
+_NOT_ASKED = {"loading", "versions", "source", "evidence", "layout", "architectures", "attention"}
 OFF = {"keys": (), "combine": "first", "default": False}
 
 

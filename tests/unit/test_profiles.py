@@ -23,9 +23,13 @@ def test_tables_say_what_was_proved(path):
         assert getattr(known, name) == getattr(profile.captures, name), name
     for proved in profile.drafts:
         row = draft_row(profile.engine, profile.version, proved.layout, proved.architectures[0])
-        for name in set(DraftRow.model_fields) - FREE - {"readers"}:
+        assert proved.loading is None  # no probe tries it: the tables alone say it
+        for name in set(DraftRow.model_fields) - FREE - {"readers", "loading"}:
             assert getattr(row, name) == getattr(proved, name), name
         assert set(proved.readers) <= set(row.readers)
+        served = draft_row(profile.engine, profile.version, proved.layout, proved.architectures[0], profile)
+        assert served.readers == proved.readers
+        assert served.loads == row.loads
 
 
 def test_both_engines_were_proved():

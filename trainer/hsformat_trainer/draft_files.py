@@ -134,6 +134,7 @@ def trained_layout(spec: DraftSpec, layout: Layout, target: TargetModel, problem
         later_layers_norm=spec.later_layers_norm,
         rope=ropes,
         max_positions=spec.max_position_embeddings,
+        rms_norm_eps=spec.rms_norm_eps,
         embedding="draft" if spec.train_embedding else "target",
         head="draft",
         draft_vocab_size=spec.draft_vocab_size,

@@ -15,12 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from hsformat.contract import TargetModel
-from hsformat.engines.drafts import Draft, DraftSizes, draft_of, read_draft, read_sizes
+from hsformat.engines.drafts import Draft, draft_of, read_draft
 from hsformat.engines.emission import emit_for
 from hsformat.engines.inspection import inspect_draft, rules_for
 from hsformat.engines.options import NORMS, read_options
 from hsformat.engines.profile import EngineProfile
 from hsformat.engines.rows import DraftRow
+from hsformat.engines.sizes import DraftSizes, read_sizes
 from hsformat.engines.targets import TargetFacts
 from hsformat.layout import Layout, ServingLayout
 from hsformat.problems import NothingToOpen, Problem, Severity, problem
@@ -85,11 +86,16 @@ def existing_spec(
     if draft is None:
         return None, [None] * len(engines)
     servings = served_by(draft, facts, engines, profile, problems)
-    sizes = read_sizes(draft, [])
+    rows = [rules.draft for e in engines if (rules := _rules(e, draft, facts, profile, [])) is not None]
+    read = [read_sizes(draft, [], row) for row in rows]
+    sizes = next((s for s in read if s is not None), None)
     first = next((s for s in servings if s is not None), None)
     if sizes is None or first is None:
         return None, servings
-    rows = [rules.draft for e in engines if (rules := _rules(e, draft, facts, profile, [])) is not None]
+    if any(s is not None and s != sizes for s in read):
+        got, expected = "sizes that the engines take from different keys", "the same sizes in all engines"
+        fix = "state the same width at intermediate_size and intermediate_size_mlp"
+        problems.append(problem("HS411", where=draft.at("sizes"), got=got, expected=expected, fix=fix))
     values = _existing_values(config, draft, sizes, first, attention_bias=_trainable(draft, rows, problems))
     spec = _spec(values, problems)
     if spec is not None:
@@ -281,18 +287,17 @@ def _unused_embedding(spec: DraftSpec, draft: Draft) -> Iterator[Problem]:
 def _existing_values(
     config: TrainConfig, draft: Draft, sizes: DraftSizes, served: ServingLayout, *, attention_bias: bool
 ) -> dict[str, Any]:
-    eps = draft.decoder.get("rms_norm_eps", 1e-6)  # what LlamaConfig has without it
     rope = rope_parameters(served.rope[0], sizes.head_dim) if served.rope else {}
     return {
         "target_hidden_size": sizes.target_hidden_size,
         "num_aux": len(served.aux),
         "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_sizes[0],
+        "intermediate_size": sizes.intermediate_size,
         "num_layers": sizes.num_layers,
         "num_heads": sizes.num_heads,
         "num_kv_heads": sizes.num_kv_heads,
         "head_dim": sizes.head_dim,
-        "rms_norm_eps": float(eps) if type(eps) is int else eps,
+        "rms_norm_eps": served.rms_norm_eps,
         "attention_bias": attention_bias,
         "rope": rope,
         "max_position_embeddings": served.max_positions or config.draft_max_positions or 0,

@@ -31,7 +31,9 @@ def load_served(folder: str | Path, spec: DraftSpec) -> dict[str, torch.Tensor]:
         HS411: a weight is missing, has another shape, or is none of such a draft. HS601, HS602: the folder cannot be
         read.
     """
-    infos = {_training_name(name): info for name, info in read_checkpoint(Path(folder)).tensors.items()}
+    infos = {
+        _training_name(name): info for name, info in read_checkpoint(Path(folder), every_file=True).tensors.items()
+    }
     expected = dict(weight_shapes(spec, first_layer=_LAYER))
     expected.pop("d2t", None)
     if problems := list(_problems(infos, expected, spec, str(folder))):

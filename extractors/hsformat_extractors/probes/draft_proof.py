@@ -118,6 +118,7 @@ def prove_drafts(
         row = DraftRow.model_validate({**dict(claim), **facts_of_row})
         found = list(_compare(served, row, captures, engine, facts, target, tolerance))
         if all(c.agrees for c in found):
+            row = row.model_copy(update={"loading": None})  # what was not tried is not proved
             return row, tuple(_measurement(c) for c in found)
         if not best or sum(c.agrees for c in found) > sum(c.agrees for c in best):
             best = found
