@@ -1,0 +1,244 @@
+"""vLLM in this process: loads a target, runs requests, and says where their states are. In the child alone.
+
+The engine core is stepped by this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): a failure of it is an exception here,
+and there is no third process to lose. The workers of tensor parallelism are processes of their own.
+
+In-process, vLLM 0.32.0 hands a finished request out before its states are written: the connector is told of it in the
+next step (``v1/core/sched/scheduler.py``, ``build_connector_meta``), which nobody takes when no request is left. So
+steps are taken until every file is there, or nothing happened for ``timeout`` seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hsformat.problems import HsError, problem
+from hsformat_extractors.hosted.final_norm import final_norm_facts
+from hsformat_extractors.hosted.vllm_setup import FAILED, speculation, transfer, wanted_slots
+from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
+
+__all__ = ["FIXED", "VllmDriver", "sampling_arguments"]
+
+FIXED = frozenset(
+    {
+        "model", "tokenizer", "dtype", "speculative_config", "kv_transfer_config", "enable_prefix_caching",
+        "skip_tokenizer_init", "max_num_batched_tokens", "pipeline_parallel_size", "data_parallel_size",
+        "max_model_len", "max_num_seqs", "tensor_parallel_size", "runner", "trust_remote_code",
+    }
+)  # fmt: skip
+"""Arguments of vLLM that ``engine_args`` may not name: they follow from the request or have an option of their own."""
+
+MAX_NUM_SEQS = 256
+TIMEOUT = 600.0
+_PAUSE = 0.002
+"""Seconds between two looks for files when the engine has nothing to do."""
+
+
+class VllmDriver:
+    """Runs vLLM's ``LLM``. See :class:`hsformat_extractors.hosted.wire.Driver`."""
+
+    def __init__(self) -> None:
+        self._launch: Launch | None = None
+        self._llm: Any = None
+        self._timeout = TIMEOUT
+
+    def start(self, launch: Launch) -> Mapping[str, Any]:
+        """Load the target.
+
+        Raises
+        ------
+        HsError
+            HS410: vLLM does not capture a depth of this architecture; an option.
+        """
+        self.stop()
+        version = importlib.metadata.version("vllm")
+        slots = wanted_slots(
+            launch.captures, version=version, architecture=launch.architecture, num_layers=launch.num_layers
+        )
+        arguments = _arguments(launch)
+        arguments["speculative_config"] = speculation(slots)
+        facts = final_norm_facts(launch.model) if slots.normed else None
+        arguments["kv_transfer_config"] = transfer(slots, storage=launch.staging, final_norm=facts)
+        self._timeout = float(launch.options.get("timeout", TIMEOUT))
+        on_cpu = _prepare()
+        if on_cpu:
+            arguments.setdefault("enforce_eager", True)  # nothing is gained there, and compiling takes minutes
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        self._launch = launch
+        told = {k: v for k, v in arguments.items() if k not in ("model", "kv_transfer_config")}
+        longest = int(self._llm.llm_engine.model_config.max_model_len)
+        return {
+            "versions": {"vllm": version, "torch": importlib.metadata.version("torch")},
+            "device": _device(),
+            "engine": json.loads(json.dumps({**told, "layer_ids": list(slots.ids)})),
+            # A prompt is run with one more token, which is thrown away; of an answer the last token is never run.
+            "max_tokens": longest if launch.max_new_tokens else longest - 1,
+        }
+
+    def run(self, asks: Sequence[Ask]) -> Iterator[Answer | Fault]:
+        """Give all to the engine; yield each as soon as its file is there."""
+        launch, engine = self._require()
+        running = {ask.request for ask in asks}
+        written: dict[str, tuple[tuple[int, ...], str]] = {}
+        try:
+            for fault in self._add(engine, launch, asks):
+                running.discard(fault.request)
+                yield fault
+            moved = time.monotonic()
+            while running or written:
+                found: list[Answer | Fault] = []
+                for output in engine.step():
+                    if output.finished and output.request_id in running:
+                        running.discard(output.request_id)
+                        done = _finished(output, answers=launch.max_new_tokens > 0)
+                        if isinstance(done, Fault):
+                            found.append(done)
+                        else:
+                            written[output.request_id] = done
+                        moved = time.monotonic()
+                for request in list(written):
+                    tokens, path = written[request]
+                    if (arrived := _arrived(request, tokens, Path(path), Path(launch.staging))) is not None:
+                        del written[request]
+                        found.append(arrived)
+                        moved = time.monotonic()
+                yield from found
+                if found:
+                    moved = time.monotonic()  # however long the caller took
+                elif time.monotonic() - moved > self._timeout:
+                    late = f"nothing came for {self._timeout:.0f} s"
+                    for request in sorted(running | set(written)):
+                        what = "no answer" if request in running else "no file of its states"
+                        yield Fault(request=request, message=f"{what}: {late}", again=True)
+                    return
+                elif not running:
+                    time.sleep(_PAUSE)
+        finally:
+            if running:
+                engine.abort_request(sorted(running))
+
+    def stop(self) -> None:
+        """End the engine; its workers are told to, and the device's memory is given back."""
+        if self._llm is None:
+            return
+        engine, self._llm, self._launch = self._llm.llm_engine, None, None
+        engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+
+    def _require(self) -> tuple[Launch, Any]:
+        if self._llm is None or self._launch is None:
+            raise RuntimeError("start() comes first")
+        return self._launch, self._llm.llm_engine
+
+    def _add(self, engine: Any, launch: Launch, asks: Sequence[Ask]) -> Iterator[Fault]:
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+
+        for ask in asks:
+            arguments = sampling_arguments(launch, ask)
+            extra = {"kv_transfer_params": {"include_output_tokens": launch.max_new_tokens > 0}}
+            params = SamplingParams(**arguments, detokenize=False, extra_args=extra)
+            try:
+                engine.add_request(ask.request, {"prompt_token_ids": list(ask.prompt)}, params)
+            except (VLLMClientError, ValueError) as e:  # too long; it is never cut
+                yield Fault(request=ask.request, message=str(e))
+
+
+def sampling_arguments(launch: Launch, ask: Ask) -> dict[str, Any]:
+    """Return what vLLM's ``SamplingParams`` and its server both take.
+
+    Where states of given tokens are wanted, one token is written, which vLLM cannot do without. The stop tokens are
+    those of the launch alone: ``ignore_eos`` leaves out those that vLLM reads in the model's folder. An answer is drawn
+    by the request's own seed, so that it does not depend on what runs beside it.
+    """
+    if not launch.max_new_tokens:
+        return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+    sampling = {k: launch.sampling[k] for k in ("temperature", "top_p", "top_k") if launch.sampling.get(k) is not None}
+    if sampling:
+        sampling["seed"] = ask.seed if ask.seed is not None else launch.sampling.get("seed")
+    return {
+        "max_tokens": min(launch.max_new_tokens, ask.max_new_tokens or launch.max_new_tokens),
+        "stop_token_ids": list(launch.stop_token_ids),
+        "ignore_eos": True,
+        "temperature": 0.0,
+        **sampling,
+    }
+
+
+def _arguments(launch: Launch) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` but for those of capturing."""
+    options = launch.options
+    further = json.loads(options.get("engine_args", "{}"))
+    if taken := sorted(FIXED & set(further)):
+        raise HsError(
+            problem("HS410", where="option engine_args", got=", ".join(taken), expected="other arguments of vLLM",
+                    fix="leave them out: they follow from the request, or have an option of their own")
+        )  # fmt: skip
+    arguments = {
+        "model": launch.model,
+        "dtype": launch.dtype,
+        "skip_tokenizer_init": True,  # only ids go in and come out
+        "tensor_parallel_size": int(options.get("tensor_parallel", "1")),
+        "max_num_batched_tokens": launch.batch_tokens,
+        "max_num_seqs": max(1, min(int(options.get("max_num_seqs", MAX_NUM_SEQS)), launch.batch_tokens)),
+        "enable_prefix_caching": False,  # rows of a cached prefix are not computed, and lost (vllm#44485)
+        "disable_log_stats": True,
+        "seed": 0,
+        **further,
+    }
+    if "max_model_len" in options:
+        arguments["max_model_len"] = int(options["max_model_len"])
+    return arguments
+
+
+def _prepare() -> bool:
+    """Set the environment that vLLM reads, and return whether it runs on a CPU. What the user set stays."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
+        os.environ.setdefault(name, value)
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    cpu = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in cpu.items():
+        os.environ.setdefault(name, value)
+    return True
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
+
+
+def _finished(output: Any, *, answers: bool) -> tuple[tuple[int, ...], str] | Fault:
+    """Return the tokens of a finished request and the path of its states."""
+    path = (output.kv_transfer_params or {}).get("hidden_states_path")
+    if path is None:
+        reason = output.outputs[0].finish_reason if output.outputs else "no output"
+        return Fault(request=output.request_id, message=f"ended without states: {reason}", again=True)
+    new = tuple(output.outputs[0].token_ids) if answers else ()
+    return (*output.prompt_token_ids, *new), str(path)
+
+
+def _arrived(request: str, tokens: tuple[int, ...], path: Path, staging: Path) -> Answer | Fault | None:
+    """Return the answer when its file is there, a fault when the connector says why not, or None: not yet."""
+    if path.exists():
+        return Answer(request=request, tokens=tokens, file=str(path.relative_to(staging)))
+    failed = path.with_name(path.name + FAILED)
+    if failed.exists():
+        message = failed.read_text(encoding="utf-8")
+        failed.unlink()
+        return Fault(request=request, message=f"its states were not written: {message}", again=True)
+    return None
