@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
@@ -99,7 +100,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         try:
             save_file({**self._captures(rows), TOKENS: token_ids}, part, metadata=self._about)
             os.replace(part, filename)
-        except (OSError, RuntimeError, ValueError) as e:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as e:
             Path(part).unlink(missing_ok=True)
             Path(filename + FAILED).write_text(f"{type(e).__name__}: {e}", encoding="utf-8")
             raise

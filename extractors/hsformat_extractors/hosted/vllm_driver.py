@@ -21,22 +21,21 @@ from typing import Any
 
 from hsformat.problems import HsError, problem
 from hsformat_extractors.hosted.final_norm import final_norm_facts
-from hsformat_extractors.hosted.vllm_setup import FAILED, speculation, transfer, wanted_slots
+from hsformat_extractors.hosted.vllm_setup import (
+    FAILED,
+    OWN_ARGUMENTS,
+    not_written,
+    speculation,
+    transfer,
+    wanted_slots,
+)
 from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
 
-__all__ = ["FIXED", "VllmDriver", "sampling_arguments"]
-
-FIXED = frozenset(
-    {
-        "model", "tokenizer", "dtype", "speculative_config", "kv_transfer_config", "enable_prefix_caching",
-        "skip_tokenizer_init", "max_num_batched_tokens", "pipeline_parallel_size", "data_parallel_size",
-        "max_model_len", "max_num_seqs", "tensor_parallel_size", "runner", "trust_remote_code",
-    }
-)  # fmt: skip
-"""Arguments of vLLM that ``engine_args`` may not name: they follow from the request or have an option of their own."""
+__all__ = ["VllmDriver", "sampling_arguments"]
 
 MAX_NUM_SEQS = 256
-TIMEOUT = 600.0
+TIMEOUT, PATIENCE = 600.0, 0.8
+"""Seconds without any progress, and the share of them after which a driver itself gives up a request."""
 _PAUSE = 0.002
 """Seconds between two looks for files when the engine has nothing to do."""
 
@@ -66,7 +65,7 @@ class VllmDriver:
         arguments["speculative_config"] = speculation(slots)
         facts = final_norm_facts(launch.model) if slots.normed else None
         arguments["kv_transfer_config"] = transfer(slots, storage=launch.staging, final_norm=facts)
-        self._timeout = float(launch.options.get("timeout", TIMEOUT))
+        self._timeout = PATIENCE * float(launch.options.get("timeout", TIMEOUT))
         on_cpu = _prepare()
         if on_cpu:
             arguments.setdefault("enforce_eager", True)  # nothing is gained there, and compiling takes minutes
@@ -176,29 +175,40 @@ def sampling_arguments(launch: Launch, ask: Ask) -> dict[str, Any]:
 
 
 def _arguments(launch: Launch) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` but for those of capturing."""
+    """Return the arguments of ``LLM`` but for those of capturing.
+
+    Raises
+    ------
+    HsError
+        HS410: an argument that is not to be given; replicas, which ``LLM`` refuses (0.32.0, entrypoints/llm.py).
+    """
     options = launch.options
     further = json.loads(options.get("engine_args", "{}"))
-    if taken := sorted(FIXED & set(further)):
+    if taken := sorted(OWN_ARGUMENTS & set(further)):
         raise HsError(
             problem("HS410", where="option engine_args", got=", ".join(taken), expected="other arguments of vLLM",
                     fix="leave them out: they follow from the request, or have an option of their own")
         )  # fmt: skip
-    arguments = {
+    if int(options.get("data_parallel", "1")) > 1:
+        raise HsError(
+            problem("HS410", where="option data_parallel", got=options["data_parallel"],
+                    expected="1: vLLM runs several replicas behind a server alone",
+                    fix="start a server (python -m hsformat_extractors.hosted.vllm_serve ... -- --data-parallel-size "
+                    f"{options['data_parallel']}) and give --option server=URL; or run one extraction a replica, each "
+                    "with its share of the data")
+        )  # fmt: skip
+    return {
         "model": launch.model,
         "dtype": launch.dtype,
         "skip_tokenizer_init": True,  # only ids go in and come out
         "tensor_parallel_size": int(options.get("tensor_parallel", "1")),
         "max_num_batched_tokens": launch.batch_tokens,
-        "max_num_seqs": max(1, min(int(options.get("max_num_seqs", MAX_NUM_SEQS)), launch.batch_tokens)),
+        "max_num_seqs": max(1, min(MAX_NUM_SEQS, launch.batch_tokens)),
         "enable_prefix_caching": False,  # rows of a cached prefix are not computed, and lost (vllm#44485)
         "disable_log_stats": True,
         "seed": 0,
         **further,
     }
-    if "max_model_len" in options:
-        arguments["max_model_len"] = int(options["max_model_len"])
-    return arguments
 
 
 def _prepare() -> bool:
@@ -238,7 +248,5 @@ def _arrived(request: str, tokens: tuple[int, ...], path: Path, staging: Path) -
         return Answer(request=request, tokens=tokens, file=str(path.relative_to(staging)))
     failed = path.with_name(path.name + FAILED)
     if failed.exists():
-        message = failed.read_text(encoding="utf-8")
-        failed.unlink()
-        return Fault(request=request, message=f"its states were not written: {message}", again=True)
+        return not_written(request, failed)
     return None

@@ -28,14 +28,13 @@ from hsformat.maintain.finalnorm import FinalNormWeights
 from hsformat.problems import HsError, problem
 from hsformat.target.checkpoint import TensorInfo, read_header, read_integers, read_tensor
 from hsformat_extractors.hosted.final_norm import after, final_norm_facts, load_weights
-from hsformat_extractors.hosted.vllm_driver import sampling_arguments
-from hsformat_extractors.hosted.vllm_setup import FAILED, Slots, wanted_slots
+from hsformat_extractors.hosted.vllm_driver import PATIENCE, TIMEOUT, sampling_arguments
+from hsformat_extractors.hosted.vllm_setup import FAILED, Slots, not_written, wanted_slots
 from hsformat_extractors.hosted.wire import TOKENS, Answer, Ask, Fault, Launch
 
 __all__ = ["ServerDied", "VllmServerDriver"]
 
 CONCURRENCY = 64
-TIMEOUT = 600.0
 _LOOK = 0.005
 """Seconds between two looks for a file."""
 _HEALTH = 10.0
@@ -94,7 +93,7 @@ class VllmServerDriver:
         server = _Server(
             url=options["server"].rstrip("/").removesuffix("/v1"),
             headers={"Content-Type": "application/json", **_authorization(options)},
-            timeout=float(options.get("timeout", TIMEOUT)),
+            timeout=PATIENCE * float(options.get("timeout", TIMEOUT)),
         )
         version, card = _ask_server(server)
         slots = wanted_slots(
@@ -212,9 +211,7 @@ def _collect(session: _Session, request: str, tokens: tuple[int, ...], path: Pat
     failed, lock = path.with_name(path.name + FAILED), path.with_name(path.name + ".lock")
     while not path.exists() or not _free(lock):
         if failed.exists():
-            message = f"its states were not written: {failed.read_text(encoding='utf-8')}"
-            failed.unlink(missing_ok=True)
-            return Fault(request=request, message=message, again=True)
+            return not_written(request, failed)
         if time.monotonic() > deadline:
             message = f"{path} did not appear in {seconds:.0f} s: is it a folder that both machines see?"
             _require_health(session.server, TimeoutError(message))

@@ -8,8 +8,10 @@ into a KV cache of their own (``v1/spec_decode/extract_hidden_states.py``), a co
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hsformat.engines.ids import capturable, ids_of
@@ -17,8 +19,12 @@ from hsformat.engines.rows import parse_depth
 from hsformat.engines.table import capture_row
 from hsformat.layout import parse_capture_key
 from hsformat.problems import HsError, problem
+from hsformat_extractors.hosted.wire import Fault
 
-__all__ = ["CONNECTOR", "CONNECTOR_MODULE", "EXTRA", "FAILED", "Slots", "speculation", "transfer", "wanted_slots"]
+__all__ = [
+    "CONNECTOR", "CONNECTOR_MODULE", "EXTRA", "FAILED", "OWN_ARGUMENTS", "Slots", "not_written", "speculation", "transfer",
+    "wanted_slots",
+]  # fmt: skip
 
 CONNECTOR = "HiddenStatesConnector"
 CONNECTOR_MODULE = "hsformat_extractors.hosted.vllm_connector"
@@ -27,6 +33,16 @@ EXTRA = "hsformat"
 
 FAILED = ".failed"
 """Ends the name of a file that our connector writes in place of a file of states: its text says why there is none."""
+
+OWN_ARGUMENTS = frozenset(
+    {
+        "model", "tokenizer", "dtype", "speculative_config", "kv_transfer_config", "enable_prefix_caching",
+        "skip_tokenizer_init", "max_num_batched_tokens", "pipeline_parallel_size", "data_parallel_size",
+        "tensor_parallel_size", "runner", "trust_remote_code",
+    }
+)  # fmt: skip
+"""Arguments of vLLM that ``engine_args`` may not hold: they follow from the request, have an option of their own, or
+states are lost under them (a cached prefix is not computed; a pipeline's stage drops its captures, vllm PR#45985)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +134,18 @@ def transfer(slots: Slots, *, storage: str, final_norm: Mapping[str, Any] | None
             EXTRA: {**told, "final_norm": dict(final_norm) if final_norm is not None else None},
         },
     }
+
+
+def not_written(request: str, failed: Path) -> Fault:
+    """Return the fault of a request whose states the connector could not write, and remove what it says of it.
+
+    Raises
+    ------
+    OSError
+        ENOSPC: the disk is full, so that no other request will fare better.
+    """
+    message = failed.read_text(encoding="utf-8")
+    failed.unlink(missing_ok=True)
+    if "No space left on device" in message or "Disk quota exceeded" in message:
+        raise OSError(errno.ENOSPC, message, str(failed.parent))
+    return Fault(request=request, message=f"its states were not written: {message}", again=True)
