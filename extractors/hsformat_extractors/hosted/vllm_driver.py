@@ -59,7 +59,11 @@ class VllmDriver:
         self.stop()
         version = importlib.metadata.version("vllm")
         slots = wanted_slots(
-            launch.captures, version=version, architecture=launch.architecture, num_layers=launch.num_layers
+            launch.captures,
+            version=version,
+            architecture=launch.architecture,
+            num_layers=launch.num_layers,
+            profile=launch.options.get("engine_profile"),
         )
         arguments = _arguments(launch)
         arguments["speculative_config"] = speculation(slots)

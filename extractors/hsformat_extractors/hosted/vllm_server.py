@@ -97,7 +97,11 @@ class VllmServerDriver:
         )
         version, card = _ask_server(server)
         slots = wanted_slots(
-            launch.captures, version=version, architecture=launch.architecture, num_layers=launch.num_layers
+            launch.captures,
+            version=version,
+            architecture=launch.architecture,
+            num_layers=launch.num_layers,
+            profile=launch.options.get("engine_profile"),
         )
         norm = load_weights(launch.model, final_norm_facts(launch.model)) if slots.normed else None
         storage = Path(options["storage"]) if "storage" in options else None

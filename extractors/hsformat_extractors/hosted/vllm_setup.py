@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hsformat.engines.ids import capturable, ids_of
+from hsformat.engines.profile import load_profile
 from hsformat.engines.rows import parse_depth
 from hsformat.engines.table import capture_row
 from hsformat.layout import parse_capture_key
@@ -22,8 +23,8 @@ from hsformat.problems import HsError, problem
 from hsformat_extractors.hosted.wire import Fault
 
 __all__ = [
-    "CONNECTOR", "CONNECTOR_MODULE", "EXTRA", "FAILED", "OWN_ARGUMENTS", "Slots", "not_written", "speculation", "transfer",
-    "wanted_slots",
+    "CONNECTOR", "CONNECTOR_MODULE", "EXTRA", "FAILED", "OWN_ARGUMENTS", "Slots", "not_written", "speculation",
+    "transfer", "wanted_slots",
 ]  # fmt: skip
 
 CONNECTOR = "HiddenStatesConnector"
@@ -70,7 +71,9 @@ class Slots:
         return any(normed for _, normed in self.keys.values())
 
 
-def wanted_slots(captures: Sequence[str], *, version: str, architecture: str, num_layers: int) -> Slots:
+def wanted_slots(
+    captures: Sequence[str], *, version: str, architecture: str, num_layers: int, profile: str | None = None
+) -> Slots:
     """Return which layer ids give these captures.
 
     Parameters
@@ -79,15 +82,19 @@ def wanted_slots(captures: Sequence[str], *, version: str, architecture: str, nu
         Keys, such as ``d2`` and ``d30n``.
     version
         Of vLLM, as pip shows it.
+    profile
+        File of a profile, for a version or an architecture that the tables do not know (``hsformat engines probe``).
 
     Raises
     ------
     ResolveError
         HS410: version and architecture are not known together.
     HsError
+        HS504, HS602, HS603: the profile cannot be read.
+    HsError
         HS410: vLLM does not capture a depth of this architecture.
     """
-    row = capture_row("vllm", version, architecture)
+    row = capture_row("vllm", version, architecture, None if profile is None else load_profile(profile))
     parsed = {key: parse_capture_key(key) for key in captures}
     depths = sorted({depth for depth, _ in parsed.values()})
     ids = ids_of(row, depths, num_layers)
