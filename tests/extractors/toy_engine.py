@@ -6,12 +6,7 @@ norm and head, so that an honest driver passes the proof. Nothing here is a targ
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import signal
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -11,6 +11,7 @@ Shapes: T tokens, S slots, H hidden.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from functools import partial
@@ -101,7 +102,8 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             save_file({**self._captures(rows), TOKENS: token_ids}, part, metadata=self._about)
             os.replace(part, filename)
         except (OSError, RuntimeError, ValueError, SafetensorError) as e:
-            Path(part).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(part).unlink(missing_ok=True)
             Path(filename + FAILED).write_text(f"{type(e).__name__}: {e}", encoding="utf-8")
             raise
         finally:
