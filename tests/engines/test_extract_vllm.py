@@ -298,7 +298,7 @@ class _Copied:
 
 
 def test_rows_that_come_from_a_device_are_written_as_those_of_the_host(llama, tmp_path):
-    """What vLLM's own code calls when [T, slots, H] has arrived in host memory; there is no device here to copy from."""
+    """What vLLM's own code calls when [T, slots, H] is in host memory; there is no device here to copy from."""
     import torch
 
     from hsformat_extractors.hosted.vllm_connector import HiddenStatesConnector
