@@ -7,7 +7,6 @@ it). What ran is compared with ``tests/data/captures``; ``HSFORMAT_CAPTURES=FILE
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import shlex
@@ -24,7 +23,6 @@ import pytest
 from safetensors import SafetensorError
 
 from hsformat.dtypes import to_float32
-from hsformat.engines.table import parse_version
 from hsformat.extraction import extract_to_store, make_contract
 from hsformat.extraction.protocol import Rejected
 from hsformat.layout import parse_capture_key
@@ -238,7 +236,7 @@ def test_a_server_gives_the_same(llama, tmp_path):
     """Started as its command is printed; killed, it ends the run, and what was written stays."""
     storage, port = tmp_path / "storage", 8123
     storage.mkdir()
-    version = importlib.metadata.version("vllm")
+    version = VllmExtractor().version()
     command = serve_command(llama, ["d1", "d4", "d4n"], storage=str(storage), version=version)
     further = ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--max-num-batched-tokens", "64",
                "--max-num-seqs", "16"]  # fmt: skip
@@ -340,7 +338,7 @@ def test_two_ranks_of_tensor_parallelism_give_each_file_once(llama):
 
 def test_what_ran_is_what_is_kept():
     """The last test of this file: every architecture and depth that is kept ran, and no more than was kept."""
-    version = parse_version("vllm", importlib.metadata.version("vllm"))
+    version = VllmExtractor().version()
     rows = [Ran.rows[key] for key in sorted(Ran.rows)]
     told = {"engine": "vllm", "version": version, "device": "cpu", "captures": rows}
     if name := os.environ.get("HSFORMAT_CAPTURES"):

@@ -84,7 +84,7 @@ def test_the_command_of_a_server_is_printed(capsys):
 
 @pytest.mark.parametrize("options", [{"data_parallel": "2"}, {"engine_args": '{"enable_prefix_caching": true}'}])
 def test_arguments_under_which_states_are_lost_are_refused(tmp_path, options, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.32.0")
+    monkeypatch.setattr("hsformat_extractors.hosted.vllm_driver.installed_version", lambda _: "0.32.0")
     with pytest.raises(HsError) as e:
         VllmDriver().start(launch(tmp_path, options=options))
     assert [p.code for p in e.value.problems] == ["HS410"]

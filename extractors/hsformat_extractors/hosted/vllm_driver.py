@@ -21,6 +21,7 @@ from typing import Any
 
 from hsformat.problems import HsError, problem
 from hsformat_extractors.hosted.final_norm import final_norm_facts
+from hsformat_extractors.hosted.preflight import installed_version
 from hsformat_extractors.hosted.vllm_setup import (
     FAILED,
     OWN_ARGUMENTS,
@@ -57,7 +58,9 @@ class VllmDriver:
             HS410: vLLM does not capture a depth of this architecture; an option.
         """
         self.stop()
-        version = importlib.metadata.version("vllm")
+        version = installed_version("vllm")  # its CPU build is another distribution
+        if version is None:
+            raise HsError(problem("HS410", where="extractor vllm", got="not installed: vllm", expected="vllm"))
         slots = wanted_slots(
             launch.captures,
             version=version,

@@ -16,7 +16,6 @@ it and the extractor both see::
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import shlex
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from hsformat.problems import HsError, problem
 from hsformat.target import describe
+from hsformat_extractors.hosted.preflight import installed_version
 from hsformat_extractors.hosted.vllm_setup import speculation, transfer, wanted_slots
 
 __all__ = ["main", "serve_command"]
@@ -86,13 +86,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _installed() -> str:
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError as e:
+    version = installed_version("vllm")
+    if version is None:
         raise HsError(
             problem("HS410", where="--vllm-version", got="none, and vllm is not installed here", expected="a version",
                     fix="give the version of the server: --vllm-version 0.32.0")
-        ) from e  # fmt: skip
+        )  # fmt: skip
+    return version
 
 
 if __name__ == "__main__":
