@@ -94,7 +94,7 @@ class VllmDriver:
         """Give all to the engine; yield each as soon as its file is there."""
         launch, engine = self._require()
         running = {ask.request for ask in asks}
-        written: dict[str, tuple[tuple[int, ...], str]] = {}
+        written: dict[str, tuple[Answer, Path]] = {}
         try:
             for fault in self._add(engine, launch, asks):
                 running.discard(fault.request)
@@ -112,8 +112,7 @@ class VllmDriver:
                             written[output.request_id] = done
                         moved = time.monotonic()
                 for request in list(written):
-                    tokens, path = written[request]
-                    if (arrived := _arrived(request, tokens, Path(path), Path(launch.staging))) is not None:
+                    if (arrived := _arrived(*written[request])) is not None:
                         del written[request]
                         found.append(arrived)
                         moved = time.monotonic()
@@ -239,21 +238,21 @@ def _device() -> str:
     return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
 
 
-def _finished(output: Any, *, answers: bool) -> tuple[tuple[int, ...], str] | Fault:
-    """Return the tokens of a finished request and the path of its states."""
-    path = (output.kv_transfer_params or {}).get("hidden_states_path")
-    if path is None:
+def _finished(output: Any, *, answers: bool) -> tuple[Answer, Path] | Fault:
+    """Return what is known of a finished request, and where its states will be."""
+    told = (output.kv_transfer_params or {}).get("hidden_states_path")
+    if told is None:
         reason = output.outputs[0].finish_reason if output.outputs else "no output"
         return Fault(request=output.request_id, message=f"ended without states: {reason}", again=True)
-    new = tuple(output.outputs[0].token_ids) if answers else ()
-    return (*output.prompt_token_ids, *new), str(path)
+    new, path = tuple(output.outputs[0].token_ids), Path(told)
+    tokens = (*output.prompt_token_ids, *(new if answers else ()))
+    next_token = new[0] if new and not answers else None
+    return Answer(request=output.request_id, tokens=tokens, file=path.name, next_token=next_token), path
 
 
-def _arrived(request: str, tokens: tuple[int, ...], path: Path, staging: Path) -> Answer | Fault | None:
+def _arrived(answer: Answer, path: Path) -> Answer | Fault | None:
     """Return the answer when its file is there, a fault when the connector says why not, or None: not yet."""
     if path.exists():
-        return Answer(request=request, tokens=tokens, file=str(path.relative_to(staging)))
+        return answer
     failed = path.with_name(path.name + FAILED)
-    if failed.exists():
-        return not_written(request, failed)
-    return None
+    return not_written(answer.request, failed) if failed.exists() else None
