@@ -258,6 +258,7 @@ def test_answers_are_matched_by_request_and_files_are_taken_from_the_server(tmp_
     for ask in asks:
         answer = out[ask.request]
         assert answer.tokens == (*ask.prompt, *range(50, 50 + new))
+        assert answer.next_token == (None if new else 50)
         found = arrays(given, answer)
         ran = list(answer.tokens[: len(answer.tokens) - (new > 0)])
         assert set(found) == {"d1", LAST, TOKENS}

@@ -193,8 +193,7 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
     try:
         told = _call(server, "/v1/completions", body, timeout=server.timeout)
         choice = told["choices"][0]
-        new = choice["token_ids"] if launch.max_new_tokens else ()
-        tokens = tuple(int(i) for i in (*choice["prompt_token_ids"], *new))
+        prompt, new = (tuple(int(i) for i in choice[key]) for key in ("prompt_token_ids", "token_ids"))
         path = Path(told["kv_transfer_params"]["hidden_states_path"])
     except urllib.error.HTTPError as e:
         message = f"HTTP {e.code}: {e.read(2000).decode('utf-8', 'replace')}"
@@ -205,12 +204,19 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
     except (OSError, ValueError) as e:  # refused, reset, timed out, no JSON
         _require_health(server, e)
         return Fault(request=ask.request, message=f"{type(e).__name__}: {e}", again=True)
-    return _collect(session, ask.request, tokens, path if session.storage is None else session.storage / path.name)
+    answers = launch.max_new_tokens > 0
+    answer = Answer(
+        request=ask.request,
+        tokens=(*prompt, *new) if answers else prompt,
+        file=f"{ask.request}.safetensors",
+        next_token=new[0] if new and not answers else None,
+    )
+    return _collect(session, answer, path if session.storage is None else session.storage / path.name)
 
 
-def _collect(session: _Session, request: str, tokens: tuple[int, ...], path: Path) -> Answer | Fault:
+def _collect(session: _Session, answer: Answer, path: Path) -> Answer | Fault:
     """Wait for a file of the server, and take it into the staging folder in the wire's form."""
-    launch, seconds = session.launch, session.server.timeout
+    launch, seconds, request = session.launch, session.server.timeout, answer.request
     deadline = time.monotonic() + seconds
     failed, lock = path.with_name(path.name + FAILED), path.with_name(path.name + ".lock")
     while not path.exists() or not _free(lock):
@@ -221,7 +227,7 @@ def _collect(session: _Session, request: str, tokens: tuple[int, ...], path: Pat
             _require_health(session.server, TimeoutError(message))
             return Fault(request=request, message=message, again=True)
         time.sleep(_LOOK)
-    wanted = Path(launch.staging) / f"{request}.safetensors"
+    wanted = Path(launch.staging) / answer.file
     infos = {info.name: info for info in read_header(path)}
     wrong: str | None = None
     if _STOCK in infos:
@@ -232,11 +238,7 @@ def _collect(session: _Session, request: str, tokens: tuple[int, ...], path: Pat
         wrong = f"the server writes {', '.join(sorted(infos))}, not {', '.join(launch.captures)}"
     path.unlink(missing_ok=True)
     lock.unlink(missing_ok=True)
-    return (
-        Answer(request=request, tokens=tokens, file=wanted.name)
-        if wrong is None
-        else Fault(request=request, message=wrong)
-    )
+    return answer if wrong is None else Fault(request=request, message=wrong)
 
 
 def _convert(infos: Mapping[str, TensorInfo], wanted: Path, slots: Slots, norm: FinalNormWeights | None) -> str | None:
