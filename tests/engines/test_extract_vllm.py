@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from hsformat.dtypes import to_float32
 from hsformat.extraction import extract_to_store, make_contract
-from hsformat.extraction.protocol import Rejected
+from hsformat.extraction.protocol import ExtractionRequest, Rejected
 from hsformat.layout import parse_capture_key
 from hsformat.problems import HsError
 from hsformat.record import Generation
@@ -122,20 +122,6 @@ class TestLlama(OneArchitecture):
             assert record.num_states == record.num_tokens
             self.assert_states(record, "float32", n)
 
-    def test_a_sampled_answer_depends_on_seed_and_sample_alone(self) -> None:
-        """Drawn by the record's id: in another order, beside others, the same tokens; with another seed, others."""
-        request, n = self.request(generation=SAMPLED), self.num_layers
-        prompts = self.samples(4, 9, 6, 12, seed=4, prompt=True)
-        records = self.records(request, prompts)
-        for record in records.values():
-            self.assert_states(record, "float32", n)
-        again = self.records(request, [prompts[2], prompts[0]])
-        for name, record in again.items():
-            assert record.input_ids.tolist() == records[name].input_ids.tolist()
-        other = dataclasses.replace(request, generation=SAMPLED.model_copy(update={"seed": 12}))
-        drawn = self.records(other, prompts)
-        assert any(drawn[k].input_ids.tolist() != r.input_ids.tolist() for k, r in records.items())
-
     def test_an_answer_up_to_the_last_position(self) -> None:
         """The engine's longest sequence: near it vLLM 0.32.0 may not run what captures (``_input_fits_in_drafter``)."""
         request, n = self.request(generation=Generation(mode="greedy", max_new_tokens=8)), self.num_layers
@@ -161,6 +147,53 @@ class TestLlama(OneArchitecture):
         assert sorted(r.id for r in store) == sorted(s.id for s in samples)
         for record in store:
             self.assert_states(record, "float32", self.num_layers)
+
+
+class DrawingExtractor(VllmExtractor):
+    """Whose driver draws rightly on a CPU as well."""
+
+    driver = "vllm_that_draws:DrawingDriver"
+
+    def environment(self, request: ExtractionRequest) -> dict[str, str]:
+        path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**super().environment(request), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def test_what_this_engine_draws_wrongly_is_refused(llama):
+    """0.32.0 on a CPU: temperatures from memory that nobody wrote, found by trying the function."""
+
+    class Sampling(OneArchitecture):
+        model = llama
+
+    suite = Sampling()
+    with pytest.raises(HsError) as e:
+        suite.load(suite.request("d4", generation=SAMPLED))
+    assert [p.code for p in e.value.problems] == ["HS410"]
+    assert "memory that nobody wrote" in str(e.value)
+
+
+def test_a_sampled_answer_depends_on_seed_and_sample_alone(llama):
+    """Drawn by the record's id: in another order, beside others, the same tokens; with another seed, others."""
+
+    class Sampling(OneArchitecture):
+        model = llama
+        extractor = DrawingExtractor
+
+    suite = Sampling()
+    request = suite.request(generation=SAMPLED)
+    prompts = suite.samples(4, 9, 6, 12, seed=4, prompt=True)
+    try:
+        records = suite.records(request, prompts)
+        for record in records.values():
+            suite.assert_states(record, "float32", 4)
+        again = suite.records(request, [prompts[2], prompts[0]])
+        for name, record in again.items():
+            assert record.input_ids.tolist() == records[name].input_ids.tolist()
+        other = dataclasses.replace(request, generation=SAMPLED.model_copy(update={"seed": 12}))
+        drawn = suite.records(other, prompts)
+        assert any(drawn[k].input_ids.tolist() != r.input_ids.tolist() for k, r in records.items())
+    finally:
+        suite.teardown_class()
 
 
 class TestQwen3(OneArchitecture):

@@ -76,6 +76,13 @@ class VllmDriver:
         on_cpu = _prepare()
         if on_cpu:
             arguments.setdefault("enforce_eager", True)  # nothing is gained there, and compiling takes minutes
+            if launch.sampling and not _draws_rightly():
+                raise HsError(
+                    problem("HS410", where="generation: sampled", got=f"vLLM {version} on a CPU",
+                            expected="an accelerator: on a CPU it draws with a temperature, top-k and top-p from "
+                            "memory that nobody wrote (utils/cpu_triton_utils.py, _expand_kernel_impl)",
+                            fix="generate greedily, or use another engine on a CPU")
+                )  # fmt: skip
         from vllm import LLM
 
         self._llm = LLM(**arguments)
@@ -230,6 +237,25 @@ def _prepare() -> bool:
     for name, value in cpu.items():
         os.environ.setdefault(name, value)
     return True
+
+
+def _draws_rightly() -> bool:
+    """Return whether the stand-in for a Triton kernel gives each drafted token its request's temperature.
+
+    In 0.32.0 it writes into a copy of its output, which is lost (``_ensure_int64``). An accelerator has the kernel itself.
+    """
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        return True
+    from vllm.utils import cpu_triton_utils
+
+    current_platform.import_kernels()
+    out = torch.zeros(3)
+    cpu_triton_utils._expand_kernel_impl(out, torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 0, 0)
+    return out.tolist() == [0.5, 0.25, 0.25]
 
 
 def _device() -> str:
