@@ -1,7 +1,7 @@
 """vLLM's driver with one defect of vLLM 0.32.0 mended that only a CPU has, so that drawn answers can be tried there.
 
-The stand-in for a Triton kernel loses what it computes (``utils/cpu_triton_utils.py``, ``_expand_kernel_impl``), so that
-the driver refuses to draw. Runs in the child process of the extractor.
+The stand-in for a Triton kernel loses what it computes (``utils/cpu_triton_utils.py``, ``_expand_kernel_impl``), so
+that the driver refuses to draw. Runs in the child process of the extractor.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def _prepare() -> bool:
 def _draws_rightly() -> bool:
     """Return whether the stand-in for a Triton kernel gives each drafted token its request's temperature.
 
-    In 0.32.0 it writes into a copy of its output, which is lost (``_ensure_int64``). An accelerator has the kernel itself.
+    In 0.32.0 it writes into a copy of its output, which is lost (``_ensure_int64``). An accelerator runs the kernel.
     """
     import torch
     from vllm.platforms import current_platform
