@@ -31,7 +31,7 @@ from hsformat.record import Generation
 from hsformat.target import describe
 from hsformat.target.checkpoint import read_header, read_tensor
 from hsformat.testing import ExtractorConformance
-from hsformat.testing._harness import row_errors
+from hsformat.testing._harness import errors, row_errors
 from hsformat_extractors.hosted.final_norm import after, final_norm_facts, load_weights
 from hsformat_extractors.hosted.vllm_serve import serve_command
 from hsformat_extractors.hosted.vllm_setup import FAILED
@@ -206,9 +206,17 @@ class TestMistral(OneArchitecture):
     architecture = "MistralForCausalLM"
 
 
-class TestGemma4(OneArchitecture):
-    __test__ = True
-    architecture = "Gemma4ForCausalLM"
+def test_gemma_3_is_refused_before_the_engine_starts(tmp_path):
+    """It has no EAGLE-3 interface in vLLM 0.32.0; Gemma 4 has one, and is no family that hsformat describes."""
+    tiny.save_target(tmp_path, "Gemma3ForCausalLM", 4, dtype="float32")
+
+    class Gemma3(OneArchitecture):
+        model = tmp_path
+
+    suite = Gemma3()
+    problems = errors(VllmExtractor().preflight(suite.request("d2")))
+    assert [p.code for p in problems] == ["HS410"]
+    assert "EAGLE-3 interface" in problems[0].got
 
 
 class TestQwen3Moe(OneArchitecture):
