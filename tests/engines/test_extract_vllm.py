@@ -283,11 +283,24 @@ class TestSmolLM2InBfloat16(OnSmolLM2):
     test_exactly_the_generated_tokens_are_supervised = None
 
     def tolerance(self, dtype: str, depth: int, num_layers: int) -> float:
-        """Return what Transformers in bfloat16 needs itself for the same random ids, and half as much again.
+        """Return a bound of a single row: that it is no other row. What rounding does to all of them is tested below.
 
-        TOLERANCE_TEXT
+        Transformers in bfloat16 against float32, the same random ids, 931 rows a depth: 0.37 in the worst row of depth
+        12 and 0.75 of depth 29, where a massive activation arises or does not; 99% of rows below 0.1.
         """
         return 1.0 if depth else super().tolerance(dtype, depth, num_layers)
+
+    def test_rounding_is_that_of_transformers(self) -> None:
+        """Transformers itself: median 1.4e-2 at depth 29, 99% of rows below 9.3e-2 (as above)."""
+        errors_of: dict[str, list[np.ndarray]] = {}
+        for record in self.records(self.request(), self.samples(1, 40, 127, 128, 129, *range(2, 14), seed=5)).values():
+            own = self.reference().states(record.input_ids)
+            for key, h in record.hidden.items():
+                errors_of.setdefault(key, []).append(row_errors(h, own[key]))
+        for key, found in errors_of.items():
+            every = np.concatenate(found)
+            assert np.median(every) <= 3e-2, key
+            assert np.quantile(every, 0.99) <= 0.2, key
 
 
 @pytest.fixture(scope="module")
