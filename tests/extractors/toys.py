@@ -35,6 +35,10 @@ class ToyExtractor(HostedExtractor):
     driver = "toy_engine:Honest"
     applies_norm = True
 
+    def __init__(self):
+        super().__init__()
+        self.driver = os.environ.get("TOY_DRIVER", self.driver)
+
     def environment(self, request):
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
