@@ -33,6 +33,7 @@ import numpy.typing as npt
 from hsformat.contract import Capture
 from hsformat.dtypes import to_float32
 from hsformat.extraction.protocol import ExtractionRequest
+from hsformat.layout import parse_capture_key
 from hsformat.problems import HsError, Problem, problem
 from hsformat.record import TokenSample
 from hsformat.target.config import read_config
@@ -156,7 +157,8 @@ def _numbers(ran: Sequence[_Ran]) -> Iterator[Problem]:
         if bad := int((~np.isfinite(every)).any(axis=1).sum()):
             yield _problem("HS201", key, f"NaN or infinity in {bad} of {len(every)} rows", "finite numbers",
                            "check the target's weights, or run it in another dtype")  # fmt: skip
-        if zero := int((~every.any(axis=1)).sum()):
+        # A row of the embedding may be zero, that of a padding token; depth 0 is compared with it (``_ends``).
+        if parse_capture_key(key)[0] and (zero := int((~every.any(axis=1)).sum())):
             yield _problem("HS202", key, f"{zero} of {len(every)} rows are all zero", "states",
                            "switch off the engine's prefix cache and speculative decoding")  # fmt: skip
 

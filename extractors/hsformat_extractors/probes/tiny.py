@@ -50,8 +50,15 @@ _YARN = {
 """Of latent attention, as published configs have it; SGLang 0.5.23 has no other for it on a CPU."""
 
 
-def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str) -> None:
+def save_target(
+    folder: Path, architecture: str, num_layers: int, *, dtype: str, sizes: Mapping[str, Any] | None = None
+) -> None:
     """Save a random target with a tokenizer of whole words; norms are not left at 1.
+
+    Parameters
+    ----------
+    sizes
+        In place of the usual ones, by the names of its config, where an engine's kernels know no others.
 
     Raises
     ------
@@ -66,14 +73,14 @@ def save_target(folder: Path, architecture: str, num_layers: int, *, dtype: str)
     known = {*plain, "tie_word_embeddings"}
     # Null stands for a model without experts: a number makes some engines expect them (vLLM 0.32.0, Gemma 4).
     dense = {"num_experts", "moe_intermediate_size"} if plain.get("num_experts", 0) is None else set()
-    sizes = {k: v for k, v in _SIZES.items() if k in known - dense}
+    given = {k: v for k, v in _SIZES.items() if k in known - dense} | dict(sizes or {})
     if "kv_lora_rank" in known:
-        sizes["num_key_value_heads"] = HEADS  # latent attention has as many as there are heads
-        sizes["rope_parameters"] = _YARN
+        given["num_key_value_heads"] = HEADS  # latent attention has as many as there are heads
+        given["rope_parameters"] = _YARN
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
     try:
-        model = auto.from_config(config_class(**sizes, num_hidden_layers=num_layers, dtype=dtype), dtype=torch.float32)
+        model = auto.from_config(config_class(**given, num_hidden_layers=num_layers, dtype=dtype), dtype=torch.float32)
     except Exception as e:  # each config checks its own members in its own way
         raise ResolveError(
             problem("HS410", where=f"--architecture {architecture}", got=f"{type(e).__name__}: {e}",

@@ -1,0 +1,99 @@
+r"""Print the command that starts a vLLM server which gives hidden states.
+
+python -m hsformat_extractors.hosted.vllm_serve MODEL --captures d2,d15,d27,d30 --storage /mnt/hs --vllm-version 0.32.0
+
+Where vLLM is installed ``--vllm-version`` may be left out. What follows ``--`` is passed on to ``vllm serve``::
+
+    python -m hsformat_extractors.hosted.vllm_serve MODEL --captures d2,d30n --storage /mnt/hs -- \
+        --tensor-parallel-size 8 --data-parallel-size 2 --port 8000
+
+The server needs hsformat installed beside vLLM (its connector is loaded from it), and ``--storage`` is a folder that
+it and the extractor both see::
+
+    hsformat extract --engine vllm --option server=http://HOST:8000 --option storage=/mnt/hs ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hsformat.problems import HsError, problem
+from hsformat.target import describe
+from hsformat_extractors.hosted.preflight import installed_version
+from hsformat_extractors.hosted.vllm_setup import speculation, transfer, wanted_slots
+
+__all__ = ["main", "serve_command"]
+
+
+def serve_command(
+    model: Path, captures: Sequence[str], *, storage: str, version: str, dtype: str | None = None
+) -> list[str]:
+    """Return the words of the command.
+
+    Parameters
+    ----------
+    model
+        The target's folder, as the server sees it as well.
+    captures
+        Keys, such as ``d2`` and ``d30n``.
+    storage
+        Folder for the files of states.
+    version
+        Of vLLM.
+    dtype
+        To run in; None: the config's.
+
+    Raises
+    ------
+    HsError
+        HS410: vLLM does not capture these depths of this architecture; ForeignFileError: the folder is no target.
+    """
+    target = describe(model, dtype=dtype).model
+    slots = wanted_slots(captures, version=version, architecture=target.architecture, num_layers=target.num_layers)
+    norm = target.final_norm.model_dump() if slots.normed else None
+    return [
+        "vllm", "serve", str(model), "--dtype", target.dtype, "--skip-tokenizer-init", "--no-enable-prefix-caching",
+        "--speculative-config", json.dumps(speculation(slots)),
+        "--kv-transfer-config", json.dumps(transfer(slots, storage=storage, final_norm=norm)),
+    ]  # fmt: skip
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    r"""Print the command; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder of the target")
+    parser.add_argument("--captures", required=True, help="keys with commas: d2,d15,d27,d30 or d30n")
+    parser.add_argument("--storage", required=True, help="folder that server and extractor see")
+    parser.add_argument("--dtype", help="to run in; default: the config's")
+    parser.add_argument("--vllm-version", help="of the server; default: what is installed here")
+    given = list(sys.argv[1:] if words is None else words)
+    cut = given.index("--") if "--" in given else len(given)
+    args, further = parser.parse_args(given[:cut]), given[cut + 1 :]
+    try:
+        version = args.vllm_version or _installed()
+        captures = [key.strip() for key in args.captures.split(",")]
+        command = serve_command(args.model, captures, storage=args.storage, version=version, dtype=args.dtype)
+    except HsError as e:
+        print(e, file=sys.stderr)
+        return 2
+    print(shlex.join([*command, *further]))
+    return 0
+
+
+def _installed() -> str:
+    version = installed_version("vllm")
+    if version is None:
+        raise HsError(
+            problem("HS410", where="--vllm-version", got="none, and vllm is not installed here", expected="a version",
+                    fix="give the version of the server: --vllm-version 0.32.0")
+        )  # fmt: skip
+    return version
+
+
+if __name__ == "__main__":
+    sys.exit(main())

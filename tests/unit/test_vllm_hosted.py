@@ -1,0 +1,351 @@
+"""What vLLM is started with, and the driver of a vLLM server against a server of our own that misbehaves on request."""
+
+import errno
+import fcntl
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from hsformat.dtypes import numpy_dtype
+from hsformat.problems import HsError
+from hsformat.target import describe
+from hsformat.target.checkpoint import read_header, read_integers, read_tensor
+from hsformat_extractors.hosted.final_norm import after, final_norm_facts, load_weights
+from hsformat_extractors.hosted.vllm_driver import VllmDriver, sampling_arguments
+from hsformat_extractors.hosted.vllm_serve import main
+from hsformat_extractors.hosted.vllm_server import ServerDied, VllmServerDriver
+from hsformat_extractors.hosted.vllm_setup import EXTRA, FAILED, not_written, speculation, transfer, wanted_slots
+from hsformat_extractors.hosted.wire import TOKENS, Answer, Ask, Fault, Launch
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
+HIDDEN = describe(TINY).model.hidden_size
+LAYERS = describe(TINY).model.num_layers
+LAST = f"d{LAYERS}"
+
+
+def launch(tmp_path: Path, *captures: str, **facts: Any) -> Launch:
+    target = describe(TINY, dtype="float32").model
+    staging = tmp_path / "staging"
+    staging.mkdir(exist_ok=True)
+    return Launch(
+        model=str(TINY), architecture=target.architecture, num_layers=LAYERS, hidden_size=HIDDEN,
+        vocab_size=target.vocab_size, dtype="float32", captures=captures or ("d1", LAST), staging=str(staging),
+        batch_tokens=64, **facts,
+    )  # fmt: skip
+
+
+# What it is started with.
+
+
+def test_a_depth_before_and_after_the_norm_is_captured_once():
+    slots = wanted_slots(("d2", "d30", "d30n"), version="0.32.0+cpu", architecture="LlamaForCausalLM", num_layers=30)
+    assert (slots.ids, slots.depths, slots.normed) == ((2, 30), (2, 30), True)
+    assert slots.keys == {"d2": (0, False), "d30": (1, False), "d30n": (1, True)}
+    ids = speculation(slots)["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert ids == [2, 30]
+    told = transfer(slots, storage="/s", final_norm={"eps": 1e-5})["kv_connector_extra_config"]
+    assert json.loads(json.dumps(told))[EXTRA]["keys"]["d30n"] == [1, True]
+    assert told["shared_storage_path"] == "/s"
+
+
+@pytest.mark.parametrize(
+    ("captures", "version", "architecture"),
+    [
+        (("d0", "d2"), "0.32.0", "DeepseekV2ForCausalLM"),  # no embedding output
+        (("d61",), "0.24.0", "DeepseekV3ForCausalLM"),  # nothing after the last layer (vllm#48124)
+        (("d2",), "0.32.0", "Gemma3ForCausalLM"),
+        (("d2",), "0.19.0", "LlamaForCausalLM"),
+    ],
+)
+def test_what_vllm_does_not_capture_is_refused(captures, version, architecture):
+    with pytest.raises(HsError) as e:
+        wanted_slots(captures, version=version, architecture=architecture, num_layers=61)
+    assert [p.code for p in e.value.problems] == ["HS410"]
+
+
+def test_the_command_of_a_server_is_printed(capsys):
+    words = [str(TINY), "--captures", f"d1,{LAST}n", "--storage", "/mnt/hs", "--vllm-version", "0.32.0"]
+    assert main([*words, "--", "--port", "8001"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("vllm serve ")
+    assert printed.endswith(" --port 8001\n")
+    assert "--no-enable-prefix-caching" in printed
+    assert '"unit_offset"' in printed
+    assert main([*words[:2], f"d{LAYERS + 1}", *words[3:]]) == 2
+    assert "HS410" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{"data_parallel": "2"}, {"engine_args": '{"enable_prefix_caching": true}'}])
+def test_arguments_under_which_states_are_lost_are_refused(tmp_path, options, monkeypatch):
+    monkeypatch.setattr("hsformat_extractors.hosted.vllm_driver.installed_version", lambda _: "0.32.0")
+    with pytest.raises(HsError) as e:
+        VllmDriver().start(launch(tmp_path, options=options))
+    assert [p.code for p in e.value.problems] == ["HS410"]
+
+
+def test_an_answer_is_drawn_by_its_own_seed_and_ends_at_the_stop_tokens_of_the_launch_alone(tmp_path):
+    given = launch(
+        tmp_path, max_new_tokens=9, stop_token_ids=(2, 7), sampling={"temperature": 0.7, "top_k": None, "seed": 1}
+    )
+    told = sampling_arguments(given, Ask(request="a", prompt=(3,), seed=5, max_new_tokens=4))
+    assert told == {
+        "max_tokens": 4, "stop_token_ids": [2, 7], "ignore_eos": True, "temperature": 0.7, "seed": 5,
+    }  # fmt: skip
+    greedy = launch(tmp_path, max_new_tokens=9, stop_token_ids=(2,))
+    assert "seed" not in sampling_arguments(greedy, Ask(request="a", prompt=(3,)))
+    assert sampling_arguments(launch(tmp_path), Ask(request="a", prompt=(3,)))["max_tokens"] == 1
+
+
+def test_the_final_norm_is_applied_in_float32_and_rounded_once():
+    norm = load_weights(str(TINY), final_norm_facts(str(TINY)))
+    h = np.random.default_rng(0).standard_normal((5, HIDDEN)).astype(numpy_dtype("bfloat16"))
+    x = h.astype(np.float64)
+    want = x / np.sqrt((x**2).mean(1, keepdims=True) + norm.norm.eps) * norm.weight_H
+    assert not np.allclose(norm.weight_H, 1)
+    got = after(norm, h)
+    assert got.dtype == h.dtype
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=2**-8)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        load_weights("org/name", final_norm_facts(str(TINY)))
+
+
+# A server.
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers as vLLM does; the first token of a prompt says what goes wrong."""
+
+    daemon_threads = True
+
+    def __init__(self, storage: Path, *, stock: bool = False, version: str = "0.32.0", told: str | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.storage, self.stock, self.version, self.told = storage, stock, version, told
+        self.seen: list[dict[str, Any]] = []
+        self.busy = self.most = 0
+        self.counting = threading.Lock()
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def die(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+REFUSED, FAILS, NO_FILE, NOT_WRITTEN, DIES, NO_CONNECTOR = 90, 91, 92, 93, 94, 95
+
+
+def states(ids: list[int]) -> np.ndarray:
+    """Return [T, 2, H] that follow from the ids."""
+    return (np.array(ids)[:, None, None] + np.arange(2 * HIDDEN).reshape(2, HIDDEN) / 1000).astype(np.float32)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def tell(self, data: Any, status: int = 200) -> None:
+        body = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        models = {"data": [{"id": "tiny", "root": str(TINY), "max_model_len": 128}]}
+        self.tell({"/version": {"version": self.server.version}, "/v1/models": models}.get(self.path, {}))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.counting:
+            self.server.seen.append({**asked, "authorization": self.headers.get("Authorization")})
+            self.server.busy += 1
+            self.server.most = max(self.server.most, self.server.busy)
+        try:
+            self.answer(asked)
+        finally:
+            with self.server.counting:
+                self.server.busy -= 1
+
+    def answer(self, asked: dict[str, Any]) -> None:
+        prompt, new = asked["prompt"], list(range(50, 50 + asked["max_tokens"]))
+        time.sleep(0.01)
+        wrong = prompt[0]
+        if wrong == DIES:
+            self.server.socket.close()
+            threading.Thread(target=self.server.die).start()
+            self.connection.close()
+            return
+        if wrong in (REFUSED, FAILS):
+            self.tell({"error": {"message": "too long"}}, 400 if wrong == REFUSED else 500)
+            return
+        choice = {"prompt_token_ids": prompt, "token_ids": new}
+        path = self.server.storage / f"cmpl-{asked['request_id']}.safetensors"
+        if wrong == NO_CONNECTOR:
+            self.tell({"choices": [choice], "kv_transfer_params": None})
+            return
+        if wrong == NOT_WRITTEN:
+            path.with_name(path.name + FAILED).write_text("OSError: full")
+        elif wrong != NO_FILE:
+            threading.Thread(target=self.write, args=(asked, prompt, new, path)).start()
+        told = path if self.server.told is None else Path(self.server.told) / path.name
+        self.tell({"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(told)}})
+
+    def write(self, asked: dict[str, Any], prompt: list[int], new: list[int], path: Path) -> None:
+        ran = [*prompt, *new[:-1]] if asked["kv_transfer_params"]["include_output_tokens"] else prompt
+        h = states(ran)
+        ids = np.array(ran, np.int64)
+        if self.server.stock:
+            lock = path.with_name(path.name + ".lock").open("wb")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path.write_bytes(b"half")
+            time.sleep(0.05)
+            save_file({"hidden_states": h, TOKENS: ids}, path)
+            lock.close()
+        else:
+            time.sleep(0.02)
+            part = path.with_suffix(".part")
+            save_file({"d1": h[:, 0].copy(), LAST: h[:, 1].copy(), TOKENS: ids}, part)
+            part.rename(path)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    folder = tmp_path / "storage"
+    folder.mkdir()
+    return folder
+
+
+def started(server: FakeServer, given: Launch) -> VllmServerDriver:
+    driver = VllmServerDriver()
+    driver.start(given)
+    return driver
+
+
+def arrays(given: Launch, answer: Answer | Fault) -> dict[str, np.ndarray]:
+    assert isinstance(answer, Answer), answer
+    out = {}
+    for info in read_header(Path(given.staging) / answer.file):
+        integers = read_integers(info)
+        out[info.name] = read_tensor(info) if integers is None else integers
+    return out
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("new", [0, 4])
+def test_answers_are_matched_by_request_and_files_are_taken_from_the_server(tmp_path, storage, stock, new):
+    server = FakeServer(storage, stock=stock, told="/elsewhere")
+    options = {"server": server.url, "storage": str(storage), "concurrency": "3"}
+    given = launch(tmp_path, max_new_tokens=new, stop_token_ids=(2,), options=options)
+    driver = started(server, given)
+    asks = [Ask(request=f"r-{i}", prompt=tuple(range(3 + i, 10 + 2 * i))) for i in range(12)]
+    out = {a.request: a for a in driver.run(asks)}
+    driver.stop()
+    driver.stop()
+    server.die()
+    assert sorted(out) == sorted(a.request for a in asks)
+    for ask in asks:
+        answer = out[ask.request]
+        assert answer.tokens == (*ask.prompt, *range(50, 50 + new))
+        assert answer.next_token == (None if new else 50)
+        found = arrays(given, answer)
+        ran = list(answer.tokens[: len(answer.tokens) - (new > 0)])
+        assert set(found) == {"d1", LAST, TOKENS}
+        assert found[TOKENS].tolist() == ran
+        np.testing.assert_array_equal(found["d1"], states(ran)[:, 0])
+        np.testing.assert_array_equal(found[LAST], states(ran)[:, 1])
+    assert list(storage.iterdir()) == []
+    assert server.most <= 3
+
+
+def test_a_stock_server_gives_the_state_after_the_norm_as_well(tmp_path, storage):
+    server = FakeServer(storage, stock=True)
+    given = launch(tmp_path, "d1", f"{LAST}n", options={"server": server.url})
+    (answer,) = started(server, given).run([Ask(request="r", prompt=(3, 4, 5))])
+    norm = load_weights(str(TINY), final_norm_facts(str(TINY)))
+    np.testing.assert_array_equal(arrays(given, answer)[f"{LAST}n"], norm.apply(states([3, 4, 5])[:, 1]))
+
+
+@pytest.mark.parametrize(
+    ("captures", "stock", "said"),
+    [(("d1",), True, "captures [2, "), (("d0", "d1", LAST), True, "captures [2, "), (("d1",), False, "writes d1, ")],
+)
+def test_a_server_that_captures_other_layers_is_found_out(tmp_path, storage, captures, stock, said):
+    server = FakeServer(storage, stock=stock)
+    driver = started(server, launch(tmp_path, *captures, options={"server": server.url}))
+    (fault,) = driver.run([Ask(request="r", prompt=(3, 4))])
+    assert isinstance(fault, Fault)
+    assert not fault.again
+    assert said in fault.message
+    assert list(storage.iterdir()) == []
+
+
+def test_a_full_disk_ends_the_run_instead_of_each_request(tmp_path):
+    failed = tmp_path / f"x{FAILED}"
+    failed.write_text("SafetensorError: I/O error: No space left on device (os error 28)")
+    with pytest.raises(OSError, match="No space") as e:
+        not_written("r", failed)
+    assert e.value.errno == errno.ENOSPC
+    assert not failed.exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "said"),
+    [
+        (REFUSED, False, "HTTP 400"),
+        (FAILS, True, "HTTP 500"),
+        (NO_FILE, True, "did not appear"),
+        (NOT_WRITTEN, True, "OSError: full"),
+        (NO_CONNECTOR, False, "connector"),
+    ],
+)
+def test_one_request_fails_and_the_others_do_not(tmp_path, storage, first, again, said):
+    server = FakeServer(storage)
+    given = launch(tmp_path, options={"server": server.url, "timeout": "1"})
+    driver = started(server, given)
+    out = {a.request: a for a in driver.run([Ask(request="bad", prompt=(first,)), Ask(request="good", prompt=(3, 4))])}
+    fault = out["bad"]
+    assert isinstance(fault, Fault)
+    assert (fault.again, said in fault.message) == (again, True), fault.message
+    assert isinstance(out["good"], Answer)
+
+
+def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path, storage):
+    server = FakeServer(storage)
+    driver = started(server, launch(tmp_path, options={"server": server.url, "timeout": "5", "concurrency": "1"}))
+    asks = [Ask(request="a", prompt=(3,)), *(Ask(request=f"b{i}", prompt=(DIES,)) for i in range(3))]
+    done: list[Answer | Fault] = []
+    with pytest.raises(ServerDied, match="does not answer any more"):
+        done.extend(driver.run(asks))
+    assert [a.request for a in done] == ["a"]
+    driver.stop()
+
+
+@pytest.mark.parametrize("version", ["0.19.0", None])
+def test_a_server_of_another_version_or_none_is_refused(tmp_path, storage, version):
+    server = FakeServer(storage, version=version or "0.32.0")
+    url = server.url
+    if version is None:
+        server.die()
+    with pytest.raises(HsError) as e:
+        VllmServerDriver().start(launch(tmp_path, options={"server": url}))
+    assert [p.code for p in e.value.problems] == ["HS410"]
+
+
+def test_the_key_comes_from_the_environment(tmp_path, storage, monkeypatch):
+    monkeypatch.setenv("OUR_KEY", "abc")
+    server = FakeServer(storage)
+    driver = started(server, launch(tmp_path, options={"server": f"{server.url}/v1/", "api_key": "OUR_KEY"}))
+    list(driver.run([Ask(request="r", prompt=(3,))]))
+    assert server.seen[0]["authorization"] == "Bearer abc"
