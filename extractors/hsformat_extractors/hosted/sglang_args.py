@@ -24,6 +24,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from hsformat.engines.ids import capturable, fed, ids_of
+from hsformat.engines.profile import load_profile
 from hsformat.engines.rows import CaptureRow, parse_depth
 from hsformat.engines.table import capture_row
 from hsformat.layout import capture_key, parse_capture_key
@@ -105,25 +106,28 @@ def captures_of(row: CaptureRow, num_layers: int) -> tuple[str, ...]:
     return (*map(capture_key, inner), capture_key(num_layers), capture_key(num_layers, normed=True))
 
 
-def plan_captures(version: str, architecture: str, num_layers: int, captures: tuple[str, ...]) -> Plan:
+def plan_captures(version: str, launch: Launch) -> Plan:
     """Return where the captures of a target come from.
 
     Parameters
     ----------
-    captures
-        Keys, ascending.
+    version
+        Of SGLang.
+    launch
+        ``options``: ``engine_profile``, a file of rows that a probe wrote, for a version that the table has not.
 
     Raises
     ------
     HsError
         HS410: the version is too old, or not known for this architecture; a depth, or these depths together, that it
-        does not capture. HS304: the target has no such depth.
+        does not capture. HS304: the target has no such depth. HS504, HS602, HS603: the profile cannot be read.
     """
     if found := version_problem(version):
         raise HsError(found)
-    row = capture_row("sglang", version, architecture)
-    n = num_layers
-    parsed = [(key, *parse_capture_key(key)) for key in captures]
+    path = launch.options.get("engine_profile")
+    row = capture_row("sglang", version, launch.architecture, None if path is None else load_profile(path))
+    n = launch.num_layers
+    parsed = [(key, *parse_capture_key(key)) for key in launch.captures]
     if problems := list(_impossible(row, n, parsed)):
         raise HsError(problems)
     depths = [d for _, d, _ in parsed if d < n]

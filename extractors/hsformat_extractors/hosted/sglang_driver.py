@@ -17,7 +17,6 @@ import os
 import secrets
 import threading
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +24,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
 
 from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures
 from hsformat_extractors.hosted.sglang_parts import Incomplete, Parts
@@ -95,8 +92,9 @@ class SglangAsker(ABC):
         response = future.result()
         if reason := _not_finished(response):
             return Fault(request=ask.request, message=reason, again=True)
-        new = tuple(response["output_ids"]) if launch.max_new_tokens else ()
-        if launch.max_new_tokens and not new:
+        answers = self._new_tokens(ask) > 0
+        new = tuple(response["output_ids"]) if answers else ()
+        if answers and not new:
             return Fault(request=ask.request, message="the engine wrote no token", again=True)
         sent = (*ask.prompt, *new)
         # The last token that is written is never run.
@@ -113,20 +111,23 @@ class SglangAsker(ABC):
 
     def _sampling(self, ask: Ask) -> dict[str, Any]:
         """Return the sampling parameters of a request."""
-        launch = self._launch
-        if not launch.max_new_tokens:
+        launch, limit = self._launch, self._new_tokens(ask)
+        if not limit:
             # Its token is thrown away: a request for none takes another way through the engine.
             return {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-        out: dict[str, Any] = {"max_new_tokens": launch.max_new_tokens, "temperature": 0.0, "no_stop_trim": True}
+        out: dict[str, Any] = {"max_new_tokens": limit, "temperature": 0.0, "no_stop_trim": True}
         out |= {k: v for k in ("temperature", "top_p", "top_k") if (v := launch.sampling.get(k)) is not None}
         if launch.stop_token_ids:
             out["stop_token_ids"] = list(launch.stop_token_ids)
         else:
             out["ignore_eos"] = True
-        if (seed := launch.sampling.get("seed")) is not None:
-            # Of the request itself; SGLang heeds it with enable_deterministic_inference alone.
-            out["sampling_seed"] = (int(seed) + zlib.crc32(np.array(ask.prompt, np.int64).tobytes())) % 2**31
+        if ask.seed is not None:
+            out["sampling_seed"] = ask.seed % 2**31  # heeded with enable_deterministic_inference alone
         return out
+
+    def _new_tokens(self, ask: Ask) -> int:
+        limit = self._launch.max_new_tokens
+        return limit if ask.max_new_tokens is None else min(limit, ask.max_new_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +158,7 @@ class SglangDriver(SglangAsker):
         HsError
             HS410, HS304: this SGLang cannot give these captures; nothing was loaded.
         """
-        plan = plan_captures(
-            importlib.metadata.version("sglang"), launch.architecture, launch.num_layers, launch.captures
-        )
+        plan = plan_captures(importlib.metadata.version("sglang"), launch)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         cpu = not _accelerator()
         if cpu:

@@ -92,8 +92,9 @@ class Parts:
             The hook could not have them: nor will it of any other request.
         """
         self.look()
-        if found := next((text for name, text in self._faults.items() if name.startswith(f"{rid}.")), None):
-            _raise_fault(found)
+        for name, text in self._faults.items():
+            if name.startswith(f"{rid}."):
+                _raise_fault(text)
         pieces = _continuous(self._pieces.get(rid, []), rows)
         if len(pieces) == 1 and pieces[0].count == rows and pieces[0].file.endswith(PART):
             arrays = self._open(pieces[0])

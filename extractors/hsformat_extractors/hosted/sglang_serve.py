@@ -59,7 +59,7 @@ def command(
         vocab_size=target.vocab_size, dtype=target.dtype, captures=tuple(keys), staging=str(staging),
         batch_tokens=batch_tokens, options=options or {},
     )  # fmt: skip
-    plan = plan_captures(version, target.architecture, n, launch.captures)
+    plan = plan_captures(version, launch)
     arguments = engine_arguments(launch, plan, staging=str(staging), cpu=cpu)
     return ["python", "-m", "sglang.launch_server", *server_flags(arguments)]
 
