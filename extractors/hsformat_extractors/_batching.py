@@ -6,6 +6,7 @@ by one window of token ids and one batch of states.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from hsformat.record import Generation, Provenance, TokenSample
 
-__all__ = ["WINDOW_BATCHES", "WINDOW_SAMPLES", "Forward", "batches", "windows"]
+__all__ = ["WINDOW_BATCHES", "WINDOW_SAMPLES", "Forward", "batches", "sample_seed", "windows"]
 
 WINDOW_BATCHES = 16
 """A window holds about so many batches: enough to sort by length, few enough to start early."""
@@ -107,3 +108,8 @@ def batches(window: Iterable[Forward], *, limit: int) -> Iterator[list[Forward]]
             batch = []
         if item is not None:
             batch.append(item)
+
+
+def sample_seed(seed: int, sample_id: str) -> int:
+    """Return a seed of 63 bits for one sample."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{sample_id}".encode()).digest()[:8], "big") >> 1

@@ -15,7 +15,6 @@ rows; a batch that was halved for lack of memory; CUDA, where this was not measu
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
@@ -29,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hsformat.problems import HsError, problem
 from hsformat.record import Generation, TokenSample
+from hsformat_extractors._batching import sample_seed
 from hsformat_extractors._capture import pad
 
 __all__ = ["Generator", "end_of_turn_ids", "generation_batches", "prompt_width"]
@@ -147,11 +147,6 @@ class Generator:
         if g.top_p is not None:
             out.append(TopPLogitsWarper(g.top_p))
         return LogitsProcessorList([*out, _SampleNoise([sample_seed(g.seed or 0, s.id) for s in samples])])
-
-
-def sample_seed(seed: int, sample_id: str) -> int:
-    """Return a seed of 63 bits for one sample."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{sample_id}".encode()).digest()[:8], "big") >> 1
 
 
 class _SampleNoise:

@@ -11,7 +11,9 @@ from pathlib import Path
 from hsformat.extraction.protocol import ExtractionRequest
 from hsformat.problems import Problem, problem
 
-__all__ = ["OPTIONS", "preflight", "preflight_model"]
+__all__ = [
+    "OPTIONS", "batch_problems", "capture_problems", "generation_problems", "preflight", "preflight_model",
+]  # fmt: skip
 
 OPTIONS = ("device", "attention")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -20,7 +22,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 def preflight(request: ExtractionRequest) -> list[Problem]:
     """Return all problems of a request that need no weights."""
     of_model = preflight_model(request.model, request.options)
-    return [*of_model, *_batch(request), *_captures(request), *_generation(request)]
+    return [*of_model, *batch_problems(request), *capture_problems(request), *generation_problems(request)]
 
 
 def preflight_model(model: Path, options: Mapping[str, str]) -> list[Problem]:
@@ -49,13 +51,15 @@ def _options(options: Mapping[str, str]) -> Iterator[Problem]:
                       fix="give one of these")  # fmt: skip
 
 
-def _batch(request: ExtractionRequest) -> Iterator[Problem]:
+def batch_problems(request: ExtractionRequest) -> Iterator[Problem]:
+    """Refuse a bound of tokens below 1."""
     if request.batch_tokens < 1:
         yield problem("HS410", where="batch_tokens", got=request.batch_tokens, expected="at least 1",
                       fix="give a number of tokens that fits the device, such as 4096")  # fmt: skip
 
 
-def _captures(request: ExtractionRequest) -> Iterator[Problem]:
+def capture_problems(request: ExtractionRequest) -> Iterator[Problem]:
+    """Refuse captures that no target of so many layers has."""
     n = request.target.num_layers
     for capture in request.captures:
         if capture.depth > n:
@@ -67,7 +71,8 @@ def _captures(request: ExtractionRequest) -> Iterator[Problem]:
                           fix=f"ask for d{n}n, or for d{capture.depth}")  # fmt: skip
 
 
-def _generation(request: ExtractionRequest) -> Iterator[Problem]:
+def generation_problems(request: ExtractionRequest) -> Iterator[Problem]:
+    """Refuse a generation that is not fully stated, or states what its mode does not use."""
     g = request.generation
     sampling = {k: v for k in ("temperature", "top_p", "top_k", "seed") if (v := getattr(g, k)) is not None}
     if g.mode != "none" and g.max_new_tokens is None:

@@ -26,6 +26,7 @@ from torch.nn import functional
 from hsformat.contract import Capture, FinalNorm, TargetModel
 from hsformat.problems import HsError, Problem, problem
 from hsformat_extractors._capture import Anatomy, Capturer, PaddedBatch, call, hooked, pad, stream_argument
+from hsformat_extractors._tolerance import BATCH_TOLERANCE, TOLERANCE
 
 __all__ = [
     "LastConvention", "Reference", "claimed_norm", "depth_0_differences", "head_response", "last_convention",
@@ -33,12 +34,6 @@ __all__ = [
 ]  # fmt: skip
 
 LastConvention = Literal["pre", "post"]
-
-TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
-"""Mean relative error of a row for one and the same computation: some 10 roundings of the dtype."""
-BATCH_TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
-"""As above for other shapes: rounding grows with depth (2.2e-2 over 30 layers in bfloat16 on random ids), and an expert
-may be routed differently. A sequence that sees its neighbour or its padding is off by the order of 1."""
 
 LENGTHS = (13, 7)
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hsformat.checks import token_range_problem
 from hsformat.dtypes import as_array
 from hsformat.extraction.protocol import ExtractionRequest, Rejected
-from hsformat.problems import HsError, Problem, problem
+from hsformat.problems import HsError, Problem
 from hsformat.record import Record, TokenSample
 from hsformat_extractors import _batching, _preflight
 from hsformat_extractors._batching import Forward
+from hsformat_extractors._fitting import no_answer, no_states, unfit
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,13 @@ class TransformersExtractor:
         for window in _batching.windows(samples, tokens=_batching.WINDOW_BATCHES * loaded.request.batch_tokens):
             good: list[TokenSample] = []
             for sample in window:
-                if problems := _unfit(sample, loaded):
+                if problems := unfit(
+                    sample,
+                    vocab_size=loaded.request.target.vocab_size,
+                    max_tokens=loaded.max_positions,
+                    max_new_tokens=loaded.request.generation.max_new_tokens or 0,
+                    limit="the target's max_position_embeddings",
+                ):
                     yield Rejected(sample=sample, problems=problems)
                 else:
                     good.append(sample)
@@ -209,7 +215,7 @@ def _answers_and_states(
             if answer is None:
                 yield _too_large(sample, len(sample) + new)
             elif generate.is_empty(answer):
-                yield _no_answer(sample)
+                yield no_answer(sample)
             else:
                 forwards.append(Forward.answered(sample, answer, request.generation))
         yield from _states(loaded, forwards, lambda: False)  # what is answered is finished
@@ -255,35 +261,7 @@ def _as_memory_allows(
             yield from _as_memory_allows(run, items[start : start + half], rows=half)
 
 
-def _unfit(sample: TokenSample, loaded: _Loaded) -> list[Problem]:
-    """Return why a sample cannot be run: no token, ids beyond the vocabulary, more tokens than positions."""
-    out: list[Problem] = []
-    where, ids, vocab = f"record {sample.id!r}: input_ids", sample.input_ids, loaded.request.target.vocab_size
-    if not len(ids):
-        out.append(problem("HS102", where=where, got="0 tokens", expected="at least 1", record=sample.id))
-    if found := token_range_problem(ids, vocab, where=where, record=sample.id):
-        out.append(found)
-    new = loaded.request.generation.max_new_tokens or 0
-    if loaded.max_positions is not None and len(ids) + new > loaded.max_positions:
-        # HS106, not HS101: nothing disagrees in length; a token would stand at a position that the target has not.
-        asked = f" and up to {new} new ones" if new else ""
-        out.append(problem("HS106", where=where, got=f"{len(ids)} tokens{asked}",
-                           expected=f"at most {loaded.max_positions}, the target's max_position_embeddings",
-                           fix="shorten the sample when it is prepared, or ask for fewer new tokens; nothing is cut",
-                           record=sample.id))  # fmt: skip
-    return out
-
-
 def _too_large(sample: TokenSample, tokens: int) -> Rejected:
-    """Reject a sample that does not fit the device by itself: HS102, since it has no states."""
-    found = problem("HS102", where=f"record {sample.id!r}", got=f"no states: out of memory with {tokens} tokens alone",
-                    expected="one state a token", fix="shorten the sample, or use a device with more memory",
-                    record=sample.id)  # fmt: skip
-    return Rejected(sample=sample, problems=[found])
-
-
-def _no_answer(sample: TokenSample) -> Rejected:
-    found = problem("HS103", where=f"record {sample.id!r}", got="the target ended its turn at once",
-                    expected="an answer of at least one token before the end of the turn",
-                    fix="check that the prompt ends where the assistant's turn begins", record=sample.id)  # fmt: skip
-    return Rejected(sample=sample, problems=[found])
+    """Reject a sample that does not fit the device by itself."""
+    fix = "shorten the sample, or use a device with more memory"
+    return no_states(sample, f"out of memory with {tokens} tokens alone", fix)

@@ -62,10 +62,26 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request: an id of its own in this run, made of letters, digits and ``-``; token ids, at least one."""
+    """One request.
+
+    Attributes
+    ----------
+    request
+        An id of its own in this run, made of letters, digits and ``-``.
+    prompt
+        Token ids, at least one.
+    max_new_tokens
+        Fewer new tokens than the launch says, as for the short requests of the proof; None: as many as it says. A
+        driver may take no notice where the launch says 0.
+    seed
+        Of this request alone, where the launch samples, so that an answer depends neither on its neighbours nor on
+        the order of requests.
+    """
 
     request: str
     prompt: tuple[int, ...]
+    max_new_tokens: int | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

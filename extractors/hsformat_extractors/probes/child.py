@@ -6,13 +6,7 @@ is killed with it, so that nothing of an engine stays behind.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hsformat_extractors.probes.serve import ANSWER, FEATURES, LOGITS, Job
+from hsformat_extractors.processes import EngineProcess, one_line, raised
 
 __all__ = ["Answer", "EngineChild"]
 
 _POLL_S = 0.05
-_LAST_LINES = 12
-_RAISED = re.compile(r"^(?:.* )?((?:\w+\.)*\w*(?:Error|Exception)\b:?.*)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,33 +63,34 @@ class EngineChild:
 
     def __init__(self, driver: str, *, log: Path, seconds: float, environment: Mapping[str, str]) -> None:
         self._driver, self._log, self._seconds = driver, log, seconds
-        self._environment = {**os.environ, **environment}
-        self._process: subprocess.Popen[str] | None = None
+        self._environment = environment
+        self._process: EngineProcess | None = None
 
     def ask(self, job: Job) -> Answer:
         """Give the child a job and wait for what comes of it."""
         out = Path(job.out)
         out.mkdir(parents=True)
-        began, deadline = self._logged(), time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._seconds
+        began = None if self._process is None else self._process.logged()
         process = self._started()
         try:
-            if process.stdin is not None:  # it was opened as a pipe
-                process.stdin.write(json.dumps(asdict(job)) + "\n")
-                process.stdin.flush()
+            if process.popen.stdin is not None:  # it was opened as a pipe
+                process.popen.stdin.write(f"{json.dumps(asdict(job))}\n".encode())
+                process.popen.stdin.flush()
         except BrokenPipeError:
             pass  # it died at once: that is seen below
         while not (out / ANSWER).exists():
-            if (code := process.poll()) is not None:
+            if (how := process.ended()) is not None:
                 self.close()
-                return self._nothing(f"the engine died ({_ended(code)})", began)
+                return _nothing(f"the engine died ({how})", process.last_lines(began))
             if time.monotonic() > deadline:
                 self.close()
-                return self._nothing(f"no answer within {self._seconds:g} s", began)
+                return _nothing(f"no answer within {self._seconds:g} s", process.last_lines(began))
             time.sleep(_POLL_S)
         error = json.loads((out / ANSWER).read_text("utf-8"))["error"]
         if error is not None:
             self.close()  # what an engine leaves in its process when it fails is not known: the next one has another
-            return Answer(features_TW=None, logits=(), outcome=_one_line(error), last_lines=self._last(began))
+            return Answer(features_TW=None, logits=(), outcome=one_line(error), last_lines=process.last_lines(began))
         features = out / FEATURES
         logits = sorted(out.glob(LOGITS.format("*")), key=lambda p: int(p.stem.rpartition("-")[2]))
         return Answer(
@@ -109,50 +103,17 @@ class EngineChild:
     def close(self) -> None:
         """End the child and everything that it started. May be called twice."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+        if process is not None:
+            process.end()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> EngineProcess:
         if self._process is None:
-            with self._log.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "hsformat_extractors.probes.serve", self._driver],
-                    stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=self._environment, text=True,
-                    start_new_session=True,
-                )  # fmt: skip
+            self._process = EngineProcess(
+                "hsformat_extractors.probes.serve", [self._driver], log=self._log, environment=self._environment
+            )
         return self._process
 
-    def _logged(self) -> int:
-        return self._log.stat().st_size if self._log.exists() else 0
 
-    def _last(self, began: int) -> tuple[str, ...]:
-        with self._log.open("rb") as f:
-            f.seek(began)
-            text = f.read().decode("utf-8", errors="replace")
-        return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
-
-    def _nothing(self, what: str, began: int) -> Answer:
-        lines = self._last(began)
-        raised = [m[1] for line in lines if (m := _RAISED.match(line))]
-        outcome = _one_line(": ".join((what, *raised[-1:])))
-        return Answer(features_TW=None, logits=(), outcome=outcome, last_lines=lines)
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else line[:297] + "..."
+def _nothing(what: str, lines: tuple[str, ...]) -> Answer:
+    outcome = one_line(": ".join((what, *filter(None, [raised(lines)]))))
+    return Answer(features_TW=None, logits=(), outcome=outcome, last_lines=lines)
