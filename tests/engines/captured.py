@@ -9,6 +9,7 @@ In an engine's environment, from the repository's root::
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -117,7 +118,7 @@ def main() -> None:
     args = parser.parse_args()
     keys = args.keys or ",".join([*(f"d{d}" for d in range(1, LAYERS + 1)), f"d{LAYERS}n"])
     options = dict(text.split("=", 1) for text in args.option)
-    version = find_extractor(args.engine).version()
+    version = importlib.metadata.version(args.engine)
     table = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {"rows": []}
     for architecture in args.architectures:
         row = captured(args.engine, architecture, tuple(keys.split(",")), options=options)

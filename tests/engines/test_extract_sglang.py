@@ -12,10 +12,10 @@ if os.environ.get("HSFORMAT_ENGINE") != "sglang":
     pytest.skip("not the environment of SGLang", allow_module_level=True)
 
 from captured import LAYERS, captured
-from hsformat_extractors.sglang import SglangExtractor
 
 from hsformat.record import Generation
 from hsformat.testing import ExtractorConformance
+from hsformat_extractors.sglang import SglangExtractor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

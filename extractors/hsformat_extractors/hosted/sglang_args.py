@@ -21,23 +21,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from hsformat.engines.ids import capturable, fed, ids_of
 from hsformat.engines.profile import load_profile
 from hsformat.engines.rows import CaptureRow, parse_depth
-from hsformat.engines.table import capture_row
+from hsformat.engines.table import capture_row, parse_version
 from hsformat.layout import capture_key, parse_capture_key
 from hsformat.problems import HsError, Problem, problem
+from hsformat_extractors.hosted.options import engine_arguments as further_arguments
+from hsformat_extractors.hosted.preflight import version_problems
 from hsformat_extractors.hosted.wire import Launch
+from hsformat_extractors.sglang import SglangExtractor
 
 __all__ = [
-    "HOOK_FACTORY", "HOOK_NAME", "MINIMUM_VERSION", "OWN_ARGUMENTS", "Plan", "captures_of", "engine_arguments",
-    "plan_captures", "server_flags", "version_problem",
+    "HOOK_FACTORY", "HOOK_NAME", "Plan", "captures_of", "engine_arguments", "plan_captures", "server_flags",
+    "version_found",
 ]  # fmt: skip
-
-MINIMUM_VERSION = "0.5.23"
-"""The first release with ``enable_return_aux_hidden_states``; before it, aux states come with a draft alone."""
 
 HOOK_NAME = "hsformat"
 HOOK_FACTORY = "hsformat_extractors.hosted.sglang_hook:hook_factory"
@@ -46,17 +44,6 @@ _MODULES = ("logits_processor", "*.logits_processor", "model.norm", "*.model.nor
             "*.language_model.norm")  # fmt: skip
 """Patterns of ``fnmatch`` over module names. Other norms that they find do no harm: the hook takes the one whose output
 the logits processor is given."""
-
-OWN_ARGUMENTS = (
-    "model_path", "dtype", "forward_hooks", "enable_return_aux_hidden_states", "return_aux_hidden_state_layer_ids",
-    "speculative_algorithm", "speculative_draft_model_path", "disable_radix_cache", "disable_cuda_graph",
-    "disable_prefill_cuda_graph", "disable_decode_cuda_graph", "cuda_graph_backend_prefill",
-    "cuda_graph_backend_decode", "cuda_graph_config", "skip_tokenizer_init", "pp_size", "pipeline_parallel_size",
-    "allow_auto_truncate", "enable_two_batch_overlap", "enable_pdmux", "disaggregation_mode", "chunked_prefill_size",
-    "max_prefill_tokens", "random_seed", "disable_overlap_schedule",
-)  # fmt: skip
-"""Arguments of the engine that ``engine_args`` may not set: what is captured depends on them, or ``batch_tokens`` and
-the request's seed set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +71,13 @@ class Plan:
         return (*self.aux, *(k for k in (self.before_norm, self.after_norm) if k is not None))
 
 
-def version_problem(version: str) -> Problem | None:
-    """Return why a version of SGLang cannot be used; None: it can."""
-    try:
-        known = Version(Version(version).public)
-    except InvalidVersion:
-        known = None
-    if known is not None and known >= Version(MINIMUM_VERSION):
-        return None
-    return problem(
-        "HS410", where="extractor sglang: version", got=version,
-        expected=f"SGLang {MINIMUM_VERSION} or later: older ones capture states only for a draft that they run",
-        fix=f"pip install 'sglang>={MINIMUM_VERSION}'",
-    )  # fmt: skip
+def version_found(version: str) -> list[Problem]:
+    """Return why a version of SGLang cannot be used.
+
+    0.5.23 is the first with ``enable_return_aux_hidden_states``; before it, aux states come with a draft alone.
+    """
+    known = SglangExtractor
+    return [*version_problems(known.name, version, package=known.package, minimum=known.minimum, install=known.install)]
 
 
 def captures_of(row: CaptureRow, num_layers: int) -> tuple[str, ...]:
@@ -119,10 +100,11 @@ def plan_captures(version: str, launch: Launch) -> Plan:
     Raises
     ------
     HsError
-        HS410: the version is too old, or not known for this architecture; a depth, or these depths together, that it
-        does not capture. HS304: the target has no such depth. HS504, HS602, HS603: the profile cannot be read.
+        HS410: the version is none, too old, or not known for this architecture; a depth, or these depths together, that
+        it does not capture. HS304: the target has no such depth. HS504, HS602, HS603: the profile cannot be read.
     """
-    if found := version_problem(version):
+    version = parse_version("sglang", version)
+    if found := version_found(version):
         raise HsError(found)
     path = launch.options.get("engine_profile")
     row = capture_row("sglang", version, launch.architecture, None if path is None else load_profile(path))
@@ -164,7 +146,7 @@ def engine_arguments(launch: Launch, plan: Plan, *, staging: str, cpu: bool) -> 
     ----------
     launch
         ``options``: ``tensor_parallel``, ``data_parallel`` (numbers), ``engine_args`` (a JSON object of further
-        arguments, which win over those that are given here for a CPU).
+        arguments, which win over those that are given here), all of them checked by ``preflight``.
     staging
         The folder that the hook writes to; on every machine that runs a scheduler.
     cpu
@@ -206,7 +188,7 @@ def engine_arguments(launch: Launch, plan: Plan, *, staging: str, cpu: bool) -> 
         **aux,
         **(_for_a_cpu(launch) if cpu else {}),
         **_parallel(launch.options),
-        **_further(launch.options),
+        **further_arguments(launch.options),
     }
 
 
@@ -230,32 +212,6 @@ _CPU_TOKENS = 16384
 def _parallel(options: Mapping[str, str]) -> dict[str, int]:
     names = {"tensor_parallel": "tp_size", "data_parallel": "dp_size"}
     return {argument: int(options[name]) for name, argument in names.items() if name in options}
-
-
-def _further(options: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of ``engine_args``.
-
-    Raises
-    ------
-    HsError
-        HS410: it is no JSON object, or sets what hsformat sets itself.
-    """
-    text = options.get("engine_args", "{}")
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise HsError(
-            problem("HS410", where="option engine_args", got=text, expected="a JSON object of arguments of the engine",
-                    fix="""write it like engine_args={"mem_fraction_static": 0.8}""")
-        )  # fmt: skip
-    if own := sorted(set(given) & set(OWN_ARGUMENTS)):
-        raise HsError(
-            problem("HS410", where="option engine_args", got=", ".join(own),
-                    expected="arguments on which the captures do not depend", fix="leave these out: hsformat sets them")
-        )  # fmt: skip
-    return given
 
 
 def server_flags(arguments: Mapping[str, Any]) -> list[str]:

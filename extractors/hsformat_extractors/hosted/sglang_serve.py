@@ -16,8 +16,10 @@ from pathlib import Path
 from hsformat.layout import capture_key
 from hsformat.problems import HsError
 from hsformat.target import describe
+from hsformat_extractors.hosted.options import SHARED, option_problems
 from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures, server_flags
 from hsformat_extractors.hosted.wire import Launch
+from hsformat_extractors.sglang import SglangExtractor
 
 __all__ = ["command", "main"]
 
@@ -50,6 +52,10 @@ def command(
     HsError
         The target cannot be described, or SGLang cannot give these captures.
     """
+    given = options or {}
+    known = {o.name: o for o in SHARED}
+    if problems := [*option_problems(given, known, SglangExtractor.forbidden, SglangExtractor.name)]:
+        raise HsError(problems)
     target = describe(model, dtype=dtype).model
     n = target.num_layers
     lasts = {"pre": capture_key(n), "post": capture_key(n, normed=True)}
@@ -57,7 +63,7 @@ def command(
     launch = Launch(
         model=str(model), architecture=target.architecture, num_layers=n, hidden_size=target.hidden_size,
         vocab_size=target.vocab_size, dtype=target.dtype, captures=tuple(keys), staging=str(staging),
-        batch_tokens=batch_tokens, options=options or {},
+        batch_tokens=batch_tokens, options=given,
     )  # fmt: skip
     plan = plan_captures(version, launch)
     arguments = engine_arguments(launch, plan, staging=str(staging), cpu=cpu)

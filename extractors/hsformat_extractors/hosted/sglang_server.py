@@ -14,8 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hsformat.engines.table import parse_version
 from hsformat.problems import HsError, problem
-from hsformat_extractors.hosted.sglang_args import HOOK_FACTORY, version_problem
+from hsformat_extractors.hosted.sglang_args import HOOK_FACTORY, version_found
 from hsformat_extractors.hosted.sglang_driver import STALL_S, Request, SglangAsker, provenance
 from hsformat_extractors.hosted.wire import Ask, Fault, Launch
 
@@ -117,7 +118,7 @@ def _hook_config(info: Mapping[str, Any], launch: Launch, url: str) -> Mapping[s
     HsError
         HS410: what is wrong with it, all of it.
     """
-    found = [p for p in [version_problem(str(info.get("version")))] if p is not None]
+    found = version_found(parse_version("sglang", str(info.get("version"))))
     hooks = [h for h in info.get("forward_hooks") or [] if h.get("hook_factory") == HOOK_FACTORY]
     config = hooks[0]["config"] if hooks else None
     graphs = info.get("cuda_graph_config")
