@@ -167,13 +167,16 @@ class SglangDriver(SglangAsker):
             _fork_from_now_on()
         arguments = engine_arguments(launch, plan, staging=launch.staging, cpu=cpu)
         self._prepare(launch, Path(launch.staging))
-        local = {"skip_server_warmup": True, "log_level": "warning"}
+        context = _context(launch.model)
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        local = {"skip_server_warmup": True, "log_level": "warning", "context_length": context + _MARGIN}
         self._engine = importlib.import_module("sglang").Engine(**{**local, **arguments})
         info = self._engine.get_server_info()
         self._loop = self._engine.loop
         self._thread = threading.Thread(target=self._engine.loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
-        return provenance(info, {k: v for k, v in arguments.items() if k not in ("model_path", "forward_hooks")})
+        told = provenance(info, {k: v for k, v in arguments.items() if k not in ("model_path", "forward_hooks")})
+        return {**told, "max_tokens": min(told["max_tokens"], context)}
 
     def stop(self) -> None:
         """End the engine. May be called twice."""
@@ -193,6 +196,17 @@ class SglangDriver(SglangAsker):
             input_ids=list(request.ask.prompt), rid=request.rid, sampling_params=self._sampling(request.ask)
         )
         return asyncio.run_coroutine_threadsafe(answer, self._loop)
+
+
+_MARGIN = 8
+"""More context than the target has, of which no token is run: a prompt has to be 7 shorter than it (``provenance``)."""
+
+
+def _context(model: str) -> int:
+    """Return the longest sequence that the target takes, as SGLang finds it."""
+    known = importlib.import_module("sglang.srt.utils.hf_transformers_utils")
+    config = known.get_hf_text_config(known.get_config(model, trust_remote_code=False))
+    return int(known.get_context_length(config))
 
 
 def _accelerator() -> bool:

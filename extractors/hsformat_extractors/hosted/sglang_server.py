@@ -49,7 +49,11 @@ class SglangServerDriver(SglangAsker):
         config = _hook_config(info, launch, self._url)
         self._prepare(launch, Path(config["staging"]))
         self._pool = ThreadPoolExecutor(max_workers=self.in_flight, thread_name_prefix="sglang")
-        self._try_hook(launch)
+        try:
+            self._try_hook(launch)
+        except BaseException:
+            self.stop()
+            raise
         return provenance(info, {"server": self._url, "launch_command": info.get("launch_command")})
 
     def stop(self) -> None:
