@@ -95,6 +95,10 @@ def test_arguments_say_what_captures_depend_on():
     assert hook["config"]["before_norm"] == "d30"
     only_last = engine_arguments(LAUNCH, plan("d30n"), staging="/s", cpu=False)
     assert "speculative_algorithm" not in only_last
+    sampled = replace(LAUNCH, max_new_tokens=4, sampling={"temperature": 0.7, "seed": 5})
+    found = engine_arguments(sampled, plan("d30"), staging="/s", cpu=False)
+    assert (found["enable_deterministic_inference"], found["random_seed"]) == (True, 5)
+    assert "enable_deterministic_inference" not in arguments()
 
 
 def test_flags_are_words_of_a_command():

@@ -186,6 +186,8 @@ def engine_arguments(launch: Launch, plan: Plan, *, staging: str, cpu: bool) -> 
         "random_seed": int(launch.sampling.get("seed") or 0),
         "forward_hooks": [hook],
         **aux,
+        # With it the seed of a request is heeded; it needs kernels of a GPU (batch_invariant_ops).
+        **({"enable_deterministic_inference": True} if launch.sampling and not cpu else {}),
         **(_for_a_cpu(launch) if cpu else {}),
         **_parallel(launch.options),
         **further_arguments(launch.options),

@@ -133,6 +133,10 @@ def _hook_config(info: Mapping[str, Any], launch: Launch, url: str) -> Mapping[s
         "pp_size": (info.get("pp_size"), info.get("pp_size", 1) != 1),
         "speculative_algorithm": (info.get("speculative_algorithm"), info.get("speculative_algorithm") is not None),
         "cuda_graph_config": (graphs, _graphs_hide(graphs, launch)),
+        "enable_deterministic_inference": (
+            f"{info.get('enable_deterministic_inference')}, so that it heeds no seed",
+            bool(launch.sampling) and not info.get("enable_deterministic_inference"),
+        ),
     }
     found += [
         problem("HS410", where=f"server {url}: {name}", got=got, expected="what gives all states", fix=_FLAGS)
