@@ -69,12 +69,12 @@ class EngineProcess:
             return None
         return _words(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
 
-    def last_lines(self, since: int | None = None) -> tuple[str, ...]:
+    def last_lines(self, since: int | None = None, *, count: int = LAST_LINES) -> tuple[str, ...]:
         """Return the end of what was printed since the process was started, or since :meth:`logged` was ``since``."""
         with self._log.open("rb") as f:
             f.seek(max(self._began if since is None else since, self.logged() - _TAIL_BYTES))
             text = f.read().decode("utf-8", errors="replace")
-        return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-LAST_LINES:]
+        return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-count:]
 
     def logged(self) -> int:
         """Return how many bytes the log has."""

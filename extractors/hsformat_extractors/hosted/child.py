@@ -27,6 +27,8 @@ __all__ = ["HostedEngine"]
 HOST = "hsformat_extractors.hosted.host"
 _TICK_S = 0.2
 _CHUNK = 1 << 20
+_LAST_LINES = 30
+"""A traceback and what was printed before it."""
 _PATIENCE_S, _GRACE_S = 20.0, 5.0
 """Seconds for an orderly end of an engine that is idle, and between SIGTERM and SIGKILL."""
 
@@ -197,9 +199,8 @@ class HostedEngine:
 
     def _broken(self, what: str, *, no_space: bool = False) -> HsError:
         """End the engine and return the error that says why; its log stays."""
-        lines = self._process.last_lines()
         self.close(orderly=False)
-        lines = self._process.last_lines() or lines
+        lines = self._process.last_lines(count=_LAST_LINES)
         cause = raised(lines)
         if cause is not None and cause not in what and not what.startswith(cause.partition(":")[0]):
             what = f"{what}: {one_line(cause)}"

@@ -343,4 +343,10 @@ _SEE = "see what the engine says of it; the other records are not touched"
 
 
 def _answer(message: dict[str, Any]) -> Answer:
-    return Answer(request=message["request"], tokens=tuple(message["tokens"]), file=str(message["file"]))
+    token = message.get("next_token")
+    return Answer(
+        request=message["request"],
+        tokens=tuple(message["tokens"]),
+        file=str(message["file"]),
+        next_token=token if type(token) is int else None,
+    )

@@ -97,11 +97,15 @@ class Answer:
     file
         Name of the file in the staging folder; rows [S, H] a capture in the dtype that the engine computed in, S = T
         or, where the engine wrote tokens, T - 1: the last one is never run.
+    next_token
+        Where nothing is to be written, the token that an engine writes greedily all the same, and throws away: the
+        proof compares it with the last capture. None: it is not told.
     """
 
     request: str
     tokens: tuple[int, ...]
     file: str
+    next_token: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
