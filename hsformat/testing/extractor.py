@@ -8,7 +8,8 @@
 
 Nothing is assumed of the engine but :class:`hsformat.extraction.protocol.Extractor`: it may live in another process and
 need not be built on torch. States are compared with those of Transformers in float32 on the CPU, so the model has to be
-one that it can run. One extractor is loaded at a time, and kept from test to test while the request is the same.
+one that it can run. One extractor is loaded at a time, and kept from test to test while the request is the same; tests
+of one request stand together, since an engine may take a minute to load.
 """
 
 from __future__ import annotations
@@ -98,27 +99,6 @@ class ExtractorConformance(Harness):
             assert record.provenance == sample.provenance
             assert record.source_digest == sample.source_digest
 
-    def test_only_requested_captures_come_back(self) -> None:
-        """By key, ascending, NumPy, in the dtype that the target ran in."""
-        for dtype in self.dtypes:
-            target = self.target(dtype)
-            keys = self.keys(target)[1::2]
-            request = self.request(*keys, dtype=dtype)
-            for record in self.records(request, self.samples(4, 6)).values():
-                assert list(record.hidden) == keys
-                for key, h in record.hidden.items():
-                    assert (h.dtype.name, h.shape) == (dtype, (record.num_tokens, target.hidden_size)), key
-                self.assert_states(record, dtype, target.num_layers)
-
-    def test_records_own_their_arrays(self) -> None:
-        """What comes later does not change what came before: no buffer is used twice."""
-        request = self.request(batch_tokens=16)
-        kept = []
-        for found in self.load(request).extract(iter(self.samples(*[8] * 6)), stopping=lambda: False):
-            assert isinstance(found, Record)
-            kept.append((found, {k: h.tobytes() for k, h in found.hidden.items()}))
-        assert all(h.tobytes() == was[k] for record, was in kept for k, h in record.hidden.items())
-
     def test_a_record_in_a_batch_is_the_record_alone(self) -> None:
         """Padding and neighbours do not reach a record (speculators#279)."""
         request, n = self.request(), self.target(self.dtypes[0]).num_layers
@@ -172,6 +152,65 @@ class ExtractorConformance(Harness):
             assert isinstance(record, Record), f"{sample.id!r} was rejected"
             np.testing.assert_array_equal(record.input_ids, sample.input_ids)
 
+    def test_producer_is_json_and_names_the_engine(self) -> None:
+        """Provenance that a store can hold."""
+        extractor = self.load(self.request())
+        told = extractor.producer()
+        assert json.loads(json.dumps(told, allow_nan=False)) == told
+        assert told["name"] == extractor.name
+
+    def test_closing_twice_and_loading_again(self) -> None:
+        """``close`` frees the target and may be called twice; the same object can be loaded again."""
+        request = self.request()
+        extractor = self.load(request)
+        extractor.close()
+        extractor.close()
+        type(self)._loaded = None
+        extractor.load(request)
+        assert len(list(extractor.extract(iter(self.samples(4)), stopping=lambda: False))) == 1
+        extractor.close()
+
+    def test_only_requested_captures_come_back(self) -> None:
+        """By key, ascending, NumPy, in the dtype that the target ran in."""
+        for dtype in self.dtypes:
+            target = self.target(dtype)
+            keys = self.keys(target)[1::2]
+            request = self.request(*keys, dtype=dtype)
+            for record in self.records(request, self.samples(4, 6)).values():
+                assert list(record.hidden) == keys
+                for key, h in record.hidden.items():
+                    assert (h.dtype.name, h.shape) == (dtype, (record.num_tokens, target.hidden_size)), key
+                self.assert_states(record, dtype, target.num_layers)
+
+    def test_records_own_their_arrays(self) -> None:
+        """What comes later does not change what came before: no buffer is used twice."""
+        request = self.request(batch_tokens=16)
+        kept = []
+        for found in self.load(request).extract(iter(self.samples(*[8] * 6)), stopping=lambda: False):
+            assert isinstance(found, Record)
+            kept.append((found, {k: h.tobytes() for k, h in found.hidden.items()}))
+        assert all(h.tobytes() == was[k] for record, was in kept for k, h in record.hidden.items())
+
+    def test_it_stops_when_asked(self) -> None:
+        """What is in hand is finished and yielded; nothing new is begun, though more samples are there."""
+        taken: list[str] = []
+        done: list[Record | Rejected] = []
+
+        def endless() -> Iterator[TokenSample]:
+            (template,) = self.samples(8)
+            for i in itertools.count():
+                assert i < ENDLESS, "samples are taken without end after stopping() was true"
+                taken.append(f"e{i}")
+                yield TokenSample(id=f"e{i}", input_ids=template.input_ids, loss_mask=template.loss_mask)
+
+        extractor = self.load(self.request(batch_tokens=64))
+        for found in extractor.extract(endless(), stopping=lambda: bool(done)):
+            assert isinstance(found, Record)
+            assert found.num_states == found.num_tokens == 8
+            done.append(found)
+        assert 0 < len(done) <= len(taken)
+        assert list(extractor.extract(endless(), stopping=lambda: True)) == [], "a run that was stopped before it began"
+
     def test_exactly_the_generated_tokens_are_supervised(self) -> None:
         """The record begins with the prompt; all after it, and nothing else, is supervised and has the right states."""
         if self.generation is None:
@@ -202,41 +241,3 @@ class ExtractorConformance(Harness):
         short = (logits.max(axis=1) - chosen) / spread
         limit = 2 * self.tolerance(self.dtypes[0], 1, 1)
         assert (short <= limit).all(), f"{record.id}: token {start + int(short.argmax())} is not the target's own"
-
-    def test_it_stops_when_asked(self) -> None:
-        """What is in hand is finished and yielded; nothing new is begun, though more samples are there."""
-        taken: list[str] = []
-        done: list[Record | Rejected] = []
-
-        def endless() -> Iterator[TokenSample]:
-            (template,) = self.samples(8)
-            for i in itertools.count():
-                assert i < ENDLESS, "samples are taken without end after stopping() was true"
-                taken.append(f"e{i}")
-                yield TokenSample(id=f"e{i}", input_ids=template.input_ids, loss_mask=template.loss_mask)
-
-        extractor = self.load(self.request(batch_tokens=64))
-        for found in extractor.extract(endless(), stopping=lambda: bool(done)):
-            assert isinstance(found, Record)
-            assert found.num_states == found.num_tokens == 8
-            done.append(found)
-        assert 0 < len(done) <= len(taken)
-        assert list(extractor.extract(endless(), stopping=lambda: True)) == [], "a run that was stopped before it began"
-
-    def test_producer_is_json_and_names_the_engine(self) -> None:
-        """Provenance that a store can hold."""
-        extractor = self.load(self.request())
-        told = extractor.producer()
-        assert json.loads(json.dumps(told, allow_nan=False)) == told
-        assert told["name"] == extractor.name
-
-    def test_closing_twice_and_loading_again(self) -> None:
-        """``close`` frees the target and may be called twice; the same object can be loaded again."""
-        request = self.request()
-        extractor = self.load(request)
-        extractor.close()
-        extractor.close()
-        type(self)._loaded = None
-        extractor.load(request)
-        assert len(list(extractor.extract(iter(self.samples(4)), stopping=lambda: False))) == 1
-        extractor.close()
