@@ -45,6 +45,8 @@ class Server:
 
     def generate(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         ids = body["input_ids"]
+        if len(ids) == 7:
+            return 503, {"error": {"message": "The request queue is full"}}
         if len(ids) > 8:
             return 400, {"error": {"message": "Input length exceeds the maximum"}}
         new = list(range(20, 20 + body["sampling_params"]["max_new_tokens"]))
@@ -97,10 +99,14 @@ def test_states_come_from_the_folder_of_its_hook(server, tmp_path):
     driver, told = start(server, tmp_path)
     assert told["versions"]["sglang"] == "0.5.23"
     assert told["max_tokens"] == 8184
-    asks = [Ask(request=f"r-{i}", prompt=tuple(range(3, 4 + i))) for i in range(7)]
+    asks = [Ask(request=f"r-{i}", prompt=tuple(range(3, 4 + i))) for i in range(6)]
     (tmp_path / "hook" / "hsffffffff-1.aa.000000001.0.2.part").touch()  # of another client
-    found = {f.request: f for f in driver.run([*asks, Ask(request="long", prompt=(1,) * 9)])}
-    assert isinstance(found.pop("long"), Fault)
+    bad = [Ask(request="long", prompt=(1,) * 9), Ask(request="busy", prompt=(1,) * 7)]
+    found = {f.request: f for f in driver.run([*asks, *bad])}
+    long, busy = found.pop("long"), found.pop("busy")
+    assert isinstance(long, Fault)
+    assert isinstance(busy, Fault)
+    assert (long.again, busy.again) == (False, True)
     assert all(isinstance(found[a.request], Answer) and found[a.request].tokens == a.prompt for a in asks)
     assert sorted(p.name for p in (tmp_path / "own").iterdir()) == sorted(f"{a.request}.safetensors" for a in asks)
     driver.stop()
@@ -148,6 +154,15 @@ def test_a_hook_that_writes_elsewhere_is_found_before_anything_is_asked(server, 
     server.writes = None
     with pytest.raises(HsError, match="states of a short request"):
         start(server, tmp_path)
+
+
+def test_a_server_that_dies_ends_the_run(server, tmp_path):
+    driver, _ = start(server, tmp_path)
+    server.http.shutdown()
+    server.http.server_close()
+    with pytest.raises(RuntimeError, match="does not answer any more"):
+        list(driver.run([Ask(request="r-0", prompt=(5,)), Ask(request="r-1", prompt=(6,))]))
+    driver.stop()
 
 
 def test_no_server(tmp_path):

@@ -85,7 +85,9 @@ class SglangAsker(ABC):
     def _finish(self, request: Request, future: Future[Mapping[str, Any]]) -> Answer | Fault:
         """Return what came of a request that the engine is done with."""
         ask, launch = request.ask, self._launch
-        if (error := future.exception()) is not None:
+        if isinstance(error := future.exception(), OSError):
+            raise RuntimeError(f"SGLang does not answer any more: {error}") from error
+        if error is not None:
             # SGLang raises ValueError for a request that it refuses, too long for one.
             return Fault(request=ask.request, message=f"{type(error).__name__}: {error}",
                          again=not isinstance(error, ValueError))  # fmt: skip

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class SglangServerDriver(SglangAsker):
     def _server_info(self) -> Mapping[str, Any]:
         try:
             info = self._post("/server_info", None)
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RuntimeError) as e:
             raise HsError(
                 problem("HS410", where=f"server {self._url}", got=str(e), expected="an SGLang server that answers",
                         fix="start it, or give its URL: --option server=http://127.0.0.1:30000")
@@ -98,9 +99,11 @@ class SglangServerDriver(SglangAsker):
         Raises
         ------
         ValueError
-            It refuses, or answers no JSON object.
+            It refuses the request, or answers no JSON object.
+        RuntimeError
+            It could not do it (HTTP 5xx).
         OSError
-            It cannot be reached, or not within the time of a request.
+            It cannot be reached, breaks off, or does not answer within the time of a request.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
@@ -108,7 +111,10 @@ class SglangServerDriver(SglangAsker):
             with urllib.request.urlopen(request, timeout=STALL_S) as response:
                 found = json.load(response)
         except urllib.error.HTTPError as e:
-            raise ValueError(f"HTTP {e.code}: {e.read().decode('utf-8', errors='replace')[:300]}") from e
+            said = f"HTTP {e.code}: {e.read().decode('utf-8', errors='replace')[:300]}"
+            raise RuntimeError(said) if e.code >= 500 else ValueError(said) from e
+        except HTTPException as e:
+            raise ConnectionError(f"the answer breaks off ({type(e).__name__})") from e
         if not isinstance(found, dict):
             raise ValueError(f"no JSON object from {path}")
         return found
