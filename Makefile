@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 DEMO := build/demo
 ENGINES := build/engines
+# A processor without instructions for bfloat16 multiplies in it many times slower than in float32.
+DEMO_DTYPE = $(shell $(BIN)/python -c \
+  'from hsformat_trainer.precision import slow_bfloat16; print("float32" if slow_bfloat16() else "bfloat16")')
 # Spinning OpenMP threads slow a shared machine down several times.
 export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
@@ -35,7 +38,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/make_demo_target.py --out $(DEMO)/target
 	rm -rf $(DEMO)/data.hs.zarr $(DEMO)/data.hs.zarr.quarantine-*
 	$(BIN)/hsformat extract --engine transformers --model $(DEMO)/target --data examples/data/demo_prompts.jsonl \
-	  --out $(DEMO)/data.hs.zarr --layers 2,15,27 --last pre --generate 64 --codec compact
+	  --out $(DEMO)/data.hs.zarr --layers 2,15,27 --last pre --generate 64 --codec compact --dtype $(DEMO_DTYPE)
 	$(BIN)/hsformat validate $(DEMO)/data.hs.zarr --level full
 	$(BIN)/hsformat info $(DEMO)/data.hs.zarr
 	$(BIN)/python examples/demo_refusals.py $(DEMO)/data.hs.zarr

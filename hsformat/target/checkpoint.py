@@ -203,11 +203,16 @@ def read_integers(info: TensorInfo) -> npt.NDArray[Any] | None:
 
 def _read(info: TensorInfo, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     out = np.empty(info.shape, dtype=dtype)
-    buffer = out.reshape(-1).view(np.uint8)
+    buffer = out.reshape(-1).view(np.uint8).data
     done = 0
-    for chunk in _chunks(info):
-        buffer[done : done + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-        done += len(chunk)
+    with opened(info.file) as file:
+        file.seek(info.start)
+        while done < info.nbytes:
+            count = file.readinto(buffer[done:])
+            if not count:
+                left = info.nbytes - done
+                raise corrupt(f"{info.file}: {info.name}", f"{left} bytes are missing", f"{info.nbytes} bytes")
+            done += count
     return out
 
 

@@ -604,6 +604,16 @@ def stats_of_other_states(store):
 
 
 @breaks("G-10")
+def the_mean_norm_alone_of_other_states(store):
+    rewrite_array(store, "stats/d2", lambda s: s * np.array([1.002, 1], s.dtype))
+
+
+@breaks("G-10")
+def the_largest_value_alone_one_bit_off(store):
+    rewrite_array(store, "stats/d2", lambda s: np.stack([s[:, 0], np.nextafter(s[:, 1], s.dtype.type(0))], axis=1))
+
+
+@breaks("G-10")
 def two_captures_exchanged_with_their_entries(store):
     def edit(commit):
         files = commit["files"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from small_disk import small_disk
-from toys import ToyExtractor, request_for, samples, toy
+from toys import TINY_LLAMA, ToyExtractor, request_for, samples, toy
 
 import hsformat as hs
 from hsformat.extraction import extract_to_store, make_contract
@@ -189,6 +190,44 @@ def test_what_was_given_is_committed_and_the_next_run_asks_for_the_rest(driver, 
             np.testing.assert_array_equal(h, b[i].hidden[key])
 
 
+@pytest.mark.needs("torch")
+def test_the_command_says_what_the_engine_died_of_and_goes_on(tmp_path, monkeypatch, cli):
+    info = tmp_path / "toys-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hsformat.extractors]\ntoy = toys:ToyExtractor\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = [{"id": s.id, "input_ids": s.input_ids.tolist(), "loss_mask": [1] * len(s)} for s in samples(*LENGTHS)]
+    data, out = tmp_path / "data.jsonl", tmp_path / "data.hs.zarr"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = (
+        "extract",
+        "--engine",
+        "toy",
+        "--layers",
+        "2,4",
+        "--last",
+        "post",
+        "--dtype",
+        "float32",
+        "--format",
+        "json",
+    )
+
+    def run(driver):
+        monkeypatch.setenv("TOY_DRIVER", f"toy_engine:{driver}")
+        return cli(*words, "--model", TINY_LLAMA, "--data", data, "--out", out)
+
+    code, told, shown = run("IsKilled")
+    assert code == 2
+    assert "the engine died (SIGKILL)" in told + shown
+    assert len(hs.open(out)) == 5
+    code, told, _ = run("Honest")
+    assert code == 0
+    found = json.loads(told)
+    assert (found["written"], found["skipped"]) == (5, 5)
+
+
 def test_an_engine_that_says_that_the_disk_is_full_is_understood(tmp_path):
     out = tmp_path / "data.hs.zarr"
     with pytest.raises(HsError) as e:
@@ -222,6 +261,23 @@ def test_a_staging_folder_that_becomes_full_ends_the_run_and_what_was_given_stay
     written = len(hs.open(out))
     assert 3 <= written < len(LENGTHS)
     assert extract(ToyExtractor(), out).skipped == written
+
+
+def test_the_log_of_an_engine_that_does_not_stand_the_proof_is_removed(temporary):
+    with pytest.raises(HsError):
+        toy("ZeroRows")().load(request_for("d4"))
+    assert list(temporary.iterdir()) == []
+
+
+def test_windows_that_are_not_begun_are_not_run_once_stopping():
+    extractor = toy("Slow")()
+    extractor.load(request_for("d4", window=5))
+    found = []
+    for record in extractor.extract(samples(*[4] * 100), stopping=lambda: bool(found)):
+        found.append(record.id)
+    assert found == [f"s{i}" for i in range(5)]
+    assert len(list(extractor.extract(samples(4, 5)))) == 2  # and nothing of the others comes later
+    extractor.close()
 
 
 def test_a_caller_that_goes_away_leaves_nothing_for_the_next():

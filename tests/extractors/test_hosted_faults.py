@@ -1,7 +1,11 @@
-"""Engines that misbehave in every way that was reported: each is caught, with its code, and nothing else is lost."""
+"""Engines that misbehave in every way that was reported: each is caught, with its code, and nothing else is lost.
+
+What they say is looked at here, so that they run in this process; ``test_hosted_deaths`` is about the child process.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -30,7 +34,7 @@ def staging(tmp_path):
 
 def run(driver, staging, *keys, generation=GIVEN, lengths=LENGTHS, **options):
     """Load and extract; return what came by id, and what the run died of."""
-    extractor = toy(driver)()
+    extractor = toy(driver, direct=True)()
     request = request_for(*keys, generation=generation, staging=staging, **options)
     assert not [p for p in extractor.preflight(request) if p.severity == "error"]
     out, died = {}, None
@@ -174,6 +178,20 @@ def test_an_answer_that_nobody_asked_for_ends_the_run(driver, got, staging):
     _, died = run(driver, staging, "d4")
     assert codes(died) == ["HS206"]
     assert got in died.problems[0].got
+
+
+def test_bfloat16_is_kept_bit_by_bit(staging):
+    extractor = toy("Honest", direct=True)()
+    request = request_for("d2", "d8", staging=staging)
+    target = request.target.model_copy(update={"dtype": "bfloat16"})
+    extractor.load(dataclasses.replace(request, target=target))
+    found = {r.id: r for r in extractor.extract(samples(*LENGTHS))}
+    extractor.close()
+    exact, _ = run("Honest", staging, "d2", "d8")
+    for i, record in found.items():
+        for key, h in record.hidden.items():
+            assert h.dtype.name == "bfloat16"
+            np.testing.assert_array_equal(h, exact[i].hidden[key].astype(h.dtype))
 
 
 def test_no_file_outside_the_staging_folder_is_read(staging):

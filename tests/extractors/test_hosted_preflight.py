@@ -188,6 +188,8 @@ def test_a_server_needs_no_engine_here():
             return None
 
     assert NotInstalled().preflight(request_for("d4", server="http://127.0.0.1:1")) == []
+    (found,) = NotInstalled().preflight(request_for("d4", server="http://127.0.0.1:1", tensor_parallel=2))
+    assert (found.code, found.where) == ("HS410", "option tensor_parallel")
     (found,) = ToyExtractor().preflight(request_for("d4", server="http://127.0.0.1:1"))
     assert (found.code, found.where) == ("HS410", "option server")
 

@@ -533,3 +533,12 @@ class Prints(Honest):
         for found in super().run(asks):
             os.write(1, b'{"kind": "done", "window": 99}\n\xfe')
             yield found
+
+
+class Slow(Honest):
+    """Takes its time after the proof."""
+
+    def run(self, asks):
+        for found in super().run(asks):
+            time.sleep(0.05 if self.proved else 0)
+            yield found

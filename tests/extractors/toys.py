@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from hsformat.extraction.protocol import ExtractionRequest
 from hsformat.record import Generation, TokenSample
 from hsformat.target import describe
 from hsformat_extractors.hosted.extractor import HostedExtractor
+from hsformat_extractors.hosted.wire import Answer, Launch
 
 TINY_LLAMA = Path(__file__).parents[1] / "data" / "tiny-llama"
 HERE = Path(__file__).parent
@@ -31,6 +35,10 @@ class ToyExtractor(HostedExtractor):
     driver = "toy_engine:Honest"
     applies_norm = True
 
+    def __init__(self):
+        super().__init__()
+        self.driver = os.environ.get("TOY_DRIVER", self.driver)
+
     def environment(self, request):
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -42,9 +50,48 @@ class ToyExtractor(HostedExtractor):
         )  # fmt: skip
 
 
-def toy(driver: str) -> type[ToyExtractor]:
+class Direct:
+    """Takes the place of ``hosted.child.HostedEngine``: the driver in this process, for tests of what it says."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver, self._windows, self._said = driver, deque(), deque()
+
+    def start(self, launch: Launch) -> dict[str, Any]:
+        return dict(self._driver.start(launch))
+
+    def run(self, window: int, asks: Any) -> None:
+        self._windows.append((window, tuple(asks)))
+
+    def skip(self) -> None:
+        self._said.append({"kind": "skipped", "windows": [w for w, _ in self._windows]})
+        self._windows.clear()
+
+    def receive(self, tick: Any = None) -> dict[str, Any]:
+        if not self._said:
+            window, asks = self._windows.popleft()
+            for found in self._driver.run(asks):
+                kind = "answer" if isinstance(found, Answer) else "fault"
+                self._said.append(json.loads(json.dumps({"kind": kind, **asdict(found)})))
+            self._said.append({"kind": "done", "window": window})
+        return self._said.popleft()
+
+    def close(self, *, orderly: bool = True) -> None:
+        self._driver.stop()
+
+
+class DirectExtractor(ToyExtractor):
+    """Without a process of its own."""
+
+    def _engine(self, request, settings, staging):
+        import toy_engine
+
+        return Direct(getattr(toy_engine, self.driver.partition(":")[2])())
+
+
+def toy(driver: str, *, direct: bool = False) -> type[ToyExtractor]:
     """Return the extractor of another driver of ``toy_engine``."""
-    return type(driver, (ToyExtractor,), {"driver": f"toy_engine:{driver}"})
+    base = DirectExtractor if direct else ToyExtractor
+    return type(driver, (base,), {"driver": f"toy_engine:{driver}"})
 
 
 def request_for(

@@ -94,7 +94,7 @@ def test_bfloat16_autocast_gives_nearly_the_same_loss_and_gradients():
 
     def run(*, autocast, native):
         with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            patch.setattr("hsformat_trainer.precision._slow_bfloat16", lambda: not native)
+            patch.setattr("hsformat_trainer.precision.slow_bfloat16", lambda: not native)
             result = ttt_loss(draft, target, batch, steps=STEPS, decay=0.8, loss="kl")
         result.loss.backward()
         gradients = torch.cat([p.grad.flatten() for p in draft.parameters()])

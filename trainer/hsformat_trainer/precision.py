@@ -14,14 +14,15 @@ from functools import cache
 
 import torch
 
-__all__ = ["PRODUCT_ROWS", "head_product", "product_dtype", "products"]
+__all__ = ["PRODUCT_ROWS", "head_product", "product_dtype", "products", "slow_bfloat16"]
 
 PRODUCT_ROWS = 1024
 """Rows of a head that are multiplied at a time on a CPU in float32: what stays in its cache."""
 
 
 @cache
-def _slow_bfloat16() -> bool:
+def slow_bfloat16() -> bool:
+    """Return whether this processor has no instructions for products in bfloat16."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
@@ -31,7 +32,7 @@ def _slow_bfloat16() -> bool:
 @contextmanager
 def products(device: torch.device) -> Iterator[None]:
     """Switch autocast off where its products would be slower than in float32."""
-    off = device.type == "cpu" and torch.is_autocast_enabled("cpu") and _slow_bfloat16()
+    off = device.type == "cpu" and torch.is_autocast_enabled("cpu") and slow_bfloat16()
     with torch.autocast("cpu", enabled=False) if off else nullcontext():
         yield
 

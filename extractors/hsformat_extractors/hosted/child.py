@@ -66,7 +66,7 @@ class HostedEngine:
         self._name, self._log, self._staging = name, log, staging
         self._start_seconds, self._seconds = start_seconds, seconds
         self._to_send, self._received = bytearray(), bytearray()
-        self._open = True
+        self._open, self._failed = True, False
         read, write = os.pipe()
         for descriptor in (read, write):
             with contextlib.suppress(OSError):  # as far as the system allows: it only saves waiting
@@ -119,13 +119,16 @@ class HostedEngine:
         return self._receive(self._seconds, tick)
 
     def close(self, *, orderly: bool = True) -> None:
-        """End the engine's process and all that it started; its log goes where nothing failed. May be called twice."""
+        """End the engine's process and all that it started; its log goes if it did not fail. May be called twice.
+
+        ``orderly``: it is idle, and is given time to end by itself.
+        """
         if not self._open:
             return
         self._open = False
         self._process.end(patience=_PATIENCE_S if orderly else 0.0, grace=_GRACE_S)
         os.close(self._answers)
-        if orderly:
+        if not self._failed:
             self._log.unlink(missing_ok=True)
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -139,7 +142,7 @@ class HostedEngine:
         while True:
             if (message := self._next()) is not None:
                 if message.get("kind") == "failed":
-                    raise self._failed(message)
+                    raise self._of_driver(message)
                 return message
             ended = self._process.ended()  # before the pipe is read: what it said last is in there
             if self._pump(0.0 if ended else _TICK_S):
@@ -188,17 +191,17 @@ class HostedEngine:
                 time.sleep(min(seconds, _TICK_S))  # the pipe has ended, and the process is about to
         return moved
 
-    def _failed(self, message: Mapping[str, Any]) -> HsError:
+    def _of_driver(self, message: Mapping[str, Any]) -> HsError:
         """Return what a driver raised: its problems, where it is one of ours."""
         if found := message.get("problems"):
             self.close(orderly=False)
-            self._log.unlink(missing_ok=True)
             names = ("where", "got", "expected", "fix", "record")
             return HsError([problem(p["code"], **{n: p[n] for n in names}) for p in found])
         return self._broken(str(message.get("error")), no_space=message.get("no_space") is True)
 
     def _broken(self, what: str, *, no_space: bool = False) -> HsError:
         """End the engine and return the error that says why; its log stays."""
+        self._failed = True
         self.close(orderly=False)
         lines = self._process.last_lines(count=_LAST_LINES)
         cause = raised(lines)

@@ -126,6 +126,12 @@ class HostedExtractor:
                     problem("HS410", where="option server", got=settings.server, expected="no server",
                             fix=f"{self.name} is run in a process of its own: leave the option out")
                 )  # fmt: skip
+            out += [
+                problem("HS410", where=f"option {name}", got=request.options[name], expected="none beside server",
+                        fix="start the server with it, and remove it here")
+                for name in ("tensor_parallel", "data_parallel", "engine_args")
+                if name in request.options
+            ]  # fmt: skip
             return out  # which version a server has is known when it is reached
         version = self.version()
         found = [

@@ -20,6 +20,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -31,6 +32,7 @@ from hsformat_extractors.hosted.wire import Answer, Ask, Driver, Launch
 __all__ = ["main"]
 
 Message = Mapping[str, Any]
+_PATIENCE_S = 60.0
 
 
 class _Answers:
@@ -82,9 +84,10 @@ class _Host:
                 else:
                     self._inbox.put(message)
         self._gone = True
-        if self._busy:
-            _kill_all()  # whoever asked is gone, or has given up
-        self._inbox.put(None)
+        if not self._busy:
+            self._inbox.put(None)
+            time.sleep(_PATIENCE_S)  # in which the driver's stop() and the end of this process come
+        _end_all(0)  # whoever asked is gone, or has given up
 
     def _skip(self) -> None:
         windows = []
@@ -113,10 +116,11 @@ def _no_space(e: BaseException | None) -> bool:
     return False
 
 
-def _kill_all() -> None:
+def _end_all(code: int) -> None:
+    """End this process and all that it started, at once: an engine's threads and exit handlers may wait for ever."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
+    os._exit(code)
 
 
 def _apart() -> tuple[int, int]:
@@ -144,7 +148,7 @@ def main() -> None:
         answers.tell("failed", error=f"{type(e).__name__}: {e}", no_space=_no_space(e), problems=problems)
     finally:
         sys.stdout.flush()
-        os._exit(code)  # an engine's threads and exit handlers may wait for ever
+        _end_all(code)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,13 @@ def installed_version(package: str) -> str | None:
 
     The module is not imported.
     """
-    names = importlib.metadata.packages_distributions().get(package, [])
-    return Version(importlib.metadata.version(names[0])).public if names else None
+    found: str | None
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a build of the engine may have another name than its module
+        names = importlib.metadata.packages_distributions().get(package, [])
+        found = importlib.metadata.version(names[0]) if names else None
+    return None if found is None else Version(found).public
 
 
 def version_problems(

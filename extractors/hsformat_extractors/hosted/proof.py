@@ -114,7 +114,9 @@ def prove(flow: Flow, *, forbidden: Sequence[int] = ()) -> None:
 
 def _samples(vocab_size: int, room: int, forbidden: Sequence[int]) -> list[TokenSample]:
     """Return the twelve, then two of a common beginning, as long as the engine allows."""
-    allowed = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.array(forbidden, np.int32))
+    every = np.arange(vocab_size, dtype=np.int32)
+    allowed = np.setdiff1d(every, np.array(forbidden, np.int32))
+    allowed = allowed if len(allowed) >= len(every) // 2 else every  # a vocabulary of added tokens alone
     rng = np.random.default_rng(0)
     draw = [rng.choice(allowed, n).astype(np.int32) for n in (*LENGTHS, LONGER, LONGER)]
     draw[-1][:SHARED] = draw[-2][:SHARED]
