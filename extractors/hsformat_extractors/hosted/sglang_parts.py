@@ -15,7 +15,7 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hsformat_extractors.hosted.sglang_hook import FAULT, PART, SEGMENTS, STEP
 from hsformat_extractors.hosted.wire import TOKENS
@@ -61,6 +61,7 @@ class Parts:
         self._faults: dict[str, str] = {}
         self._uses: Counter[str] = Counter()
         self._wanted: set[str] = set()
+        self._steps: dict[str, dict[str, torch.Tensor]] = {}
 
     def expect(self, rid: str) -> None:
         """Keep what comes of a request from now on; anything else of the run is removed."""
@@ -97,7 +98,7 @@ class Parts:
                 _raise_fault(text)
         pieces = _continuous(self._pieces.get(rid, []), rows)
         if len(pieces) == 1 and pieces[0].count == rows and pieces[0].file.endswith(PART):
-            arrays = self._open(pieces[0])
+            arrays, _ = self._open(pieces[0].file)
             if set(arrays) == {*self._keys, TOKENS}:
                 tokens: list[int] = arrays[TOKENS].tolist()
                 del arrays
@@ -106,7 +107,7 @@ class Parts:
         import torch
         from safetensors.torch import save_file
 
-        opened = [self._open(p) for p in pieces]
+        opened = [self._rows(p) for p in pieces]
         joined = {k: torch.cat([o[k] for o in opened])[:rows] for k in (*self._keys, TOKENS)}
         part = into.with_name(f".{into.name}")
         save_file(joined, str(part))
@@ -127,7 +128,7 @@ class Parts:
         for name in os.listdir(self._folder):
             if name.lstrip(".").startswith(self.run):
                 self._remove(name)
-        self._pieces, self._faults, self._uses = {}, {}, Counter()
+        self._pieces, self._faults, self._uses, self._steps = {}, {}, Counter(), {}
 
     def _note_part(self, name: str) -> None:
         rid, _, number, start, count = name.removesuffix(PART).split(".")
@@ -135,12 +136,10 @@ class Parts:
         self._settle(name)
 
     def _note_step(self, name: str) -> None:
-        from safetensors import safe_open
-
+        """Note the rows of a step, whose file stays mapped: each of its requests takes one row of it."""
         number = int(name.removesuffix(STEP).split(".")[2])
-        with safe_open(str(self._folder / name), framework="pt") as f:
-            segments = json.loads(f.metadata()[SEGMENTS])
-        for row, (rid, start) in enumerate(segments):
+        self._steps[name], metadata = self._open(name)
+        for row, (rid, start) in enumerate(json.loads(metadata[SEGMENTS])):
             self._note(rid, _Piece(file=name, number=number, start=start, count=1, row=row))
         self._settle(name)
 
@@ -160,19 +159,19 @@ class Parts:
         """Remove a file of which nothing is wanted: a request that was given up, a step after its last."""
         if not self._uses[name]:
             del self._uses[name]
+            self._steps.pop(name, None)
             self._remove(name)
 
-    def _open(self, piece: _Piece) -> dict[str, torch.Tensor]:
+    def _open(self, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return a file's tensors, mapped into memory, and its metadata."""
         from safetensors import safe_open
 
-        out: dict[str, Any] = {}
-        with safe_open(str(self._folder / piece.file), framework="pt") as f:
-            for key in list(f.keys()):
-                if key in self._keys or key == TOKENS:
-                    out[key] = f.get_slice(key)[piece.row : piece.row + piece.count]
-            if set(f.keys()) - set(out):
-                out[""] = out[TOKENS]  # it holds more than is wanted: not to be handed on as it is
-        return out
+        with safe_open(str(self._folder / name), framework="pt") as f:
+            return {key: f.get_tensor(key) for key in list(f.keys())}, f.metadata() or {}
+
+    def _rows(self, piece: _Piece) -> dict[str, torch.Tensor]:
+        arrays = self._steps[piece.file] if piece.file in self._steps else self._open(piece.file)[0]
+        return {k: arrays[k][piece.row : piece.row + piece.count] for k in (*self._keys, TOKENS)}
 
     def _release(self, name: str) -> None:
         self._uses[name] -= 1
