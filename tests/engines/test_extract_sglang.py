@@ -18,15 +18,17 @@ import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 import hsformat as hs
+from hsformat.contract import TargetModel
 from hsformat.engines.table import parse_version
 from hsformat.extraction import extract_to_store, make_contract
 from hsformat.extraction.protocol import Rejected
 from hsformat.layout import parse_capture_key
 from hsformat.problems import HsError
-from hsformat.record import Generation
+from hsformat.record import Generation, Record
 from hsformat.target import describe
 from hsformat.testing import ExtractorConformance
 from hsformat.testing._harness import row_errors
@@ -49,16 +51,17 @@ ANSWERS = ExtractorConformance.test_exactly_the_generated_tokens_are_supervised
 
 
 class Ran:
-    """What ran, by architecture and dtype; compared and written when the last test of this file is done."""
+    """What ran, by architecture, dtype and layers; compared and written when the last test of this file is done."""
 
-    rows: ClassVar[dict[tuple[str, str], dict[str, Any]]] = {}
+    rows: ClassVar[dict[tuple[str, str, int], dict[str, Any]]] = {}
 
     @classmethod
-    def note(cls, architecture: str, dtype: str, keys: list[str], worst: float) -> None:
+    def note(cls, target: TargetModel, keys: list[str], worst: float) -> None:
         parsed = [parse_capture_key(k) for k in keys]
-        cls.rows[architecture, dtype] = {
-            "architecture": architecture,
-            "dtype": dtype,
+        cls.rows[target.architecture, target.dtype, target.num_layers] = {
+            "architecture": target.architecture,
+            "dtype": target.dtype,
+            "num_layers": target.num_layers,
             "depths": sorted({d for d, _ in parsed}),
             "normed": any(normed for _, normed in parsed),
             "worst_relative_error": float(f"{worst:.1e}"),
@@ -87,7 +90,7 @@ class OneTarget(ExtractorConformance):
         for record in self.records(request, self.samples(1, 40, 127, 128, 129, seed=5)).values():
             own = self.reference().states(record.input_ids)
             worst = max(worst, *(float(row_errors(h, own[key]).max()) for key, h in record.hidden.items()))
-        Ran.note(request.target.architecture, self.dtypes[0], self.keys(request.target), worst)
+        Ran.note(request.target, self.keys(request.target), worst)
 
 
 class OneArchitecture(OneTarget):
@@ -170,14 +173,46 @@ class TestQwen3Moe(OneArchitecture):
 
 
 class TestSmolLM2(OneTarget):
-    """A real target, in bfloat16: rounding is what a tolerance is for."""
+    """A real target, in float32, where a tolerance hides nothing."""
+
+    __test__ = True
+    model = DEMO
+    depths = (1, 2, 3, 14, 15, 16, 27, 28, 29, 30)
+    batch_tokens = 2048
+    test_exactly_the_generated_tokens_are_supervised = ANSWERS
+
+
+class TestSmolLM2InBfloat16(OneTarget):
+    """As it is published. Most rows differ from float32 by rounding alone, some by what the target makes of it.
+
+    Where a massive activation arises, a relative change of the embeddings by 2^-8, the rounding of bfloat16, changes a
+    state at depth 29 by 0.08 to 1.34 in float32 (row 2 of the fourth of the twelve samples; its norm is 1,352 between
+    rows of 600 and one of 8,820). Transformers in bfloat16 is off by 0.75 there, SGLang by 3.6.
+    """
 
     __test__ = True
     model = DEMO
     dtypes = ("bfloat16",)
-    depths = (1, 2, 3, 14, 15, 16, 27, 28, 29, 30)
+    depths = TestSmolLM2.depths
     batch_tokens = 2048
-    test_exactly_the_generated_tokens_are_supervised = ANSWERS
+    test_a_record_in_a_batch_is_the_record_alone = None  # other shapes round otherwise; float32 shows the rest
+
+    def assert_states(self, record: Record, dtype: str, num_layers: int) -> None:
+        """Compare the median row: another layer, a norm, a neighbour or a shift would show in all of them."""
+        own = self.reference().states(record.input_ids)
+        for key, h in record.hidden.items():
+            assert h.shape == own[key][: len(h)].shape
+            limit = self.tolerance(dtype, parse_capture_key(key)[0], num_layers)
+            assert np.median(row_errors(h, own[key][: len(h)])) <= limit, (record.id, key)
+
+    def test_most_rows(self) -> None:
+        """Nineteen rows of twenty are within what is allowed by default."""
+        request = self.request()
+        for record in self.records(request, self.samples(40, 127, 129, 64, seed=5)).values():
+            own = self.reference().states(record.input_ids)
+            for key, h in record.hidden.items():
+                error, limit = row_errors(h, own[key]), self.tolerance("bfloat16", parse_capture_key(key)[0], 30)
+                assert (error <= limit).mean() >= 0.95, (record.id, key)
 
 
 @pytest.fixture(scope="module")
