@@ -161,7 +161,9 @@ def test_what_is_installed_runs(fresh, tmp_path):
     assert Path(other).is_relative_to(fresh)
     assert version == recorded == hsformat.__version__
     assert [line.split()[:2] for line in told[1:-1]] == [
+        ["hsformat.extractors", "sglang"],
         ["hsformat.extractors", "transformers"],
+        ["hsformat.extractors", "vllm"],
         ["zarr.data_type", "bfloat16"],
     ]
     assert "hidden-state records" in run(fresh / "bin" / "hsformat", "--help", cwd=tmp_path)

@@ -51,6 +51,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert torch.equal(read_tensors(folder, MODEL)["fc.weight"], torch.full((4,), 12.0))
 
 
+def test_others_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
+    """safetensors 0.8 leaves files of mode 0600, which a server that runs as another user cannot read."""
+    before = os.umask(0o027)
+    try:
+        folder = write(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {name: (folder / name).stat().st_mode & 0o777 for name in (MODEL, STATE)} == {MODEL: 0o640, STATE: 0o640}
+
+
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     for step, value in ((9, None), (10, 2.0), (20, 3.5), (30, 3.0), (100, 1.0)):
         write(tmp_path, step, value)

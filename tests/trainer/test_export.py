@@ -278,7 +278,7 @@ def test_a_folder_that_cannot_be_written(make_checkpoint, tmp_path, monkeypatch,
     def full(*arguments, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export_module, "save_file", full)
+    monkeypatch.setattr(export_module, "write_tensors", full)
     with pytest.raises(hs.StoreError) as e:
         export_draft(checkpoint, parse_serve(BOTH), out=tmp_path / "draft")
     assert "free space" in e.value.problems[0].fix

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from hsformat.problems import ForeignFileError, Severity, StoreError, problem
 from hsformat.strict_json import parse_json
+from hsformat_trainer.tensor_files import write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -125,8 +126,6 @@ def write_checkpoint(
         HS506: it cannot be written, as to a full disk. What had been written of it is removed, and every earlier
         checkpoint is as it was.
     """
-    from safetensors.torch import save_file
-
     folder = folder_of(out, step)
     if folder.is_dir():
         return folder
@@ -135,7 +134,7 @@ def write_checkpoint(
         new.parent.mkdir(parents=True, exist_ok=True)
         new.mkdir()
         for name, content in tensors.items():
-            save_file(dict(content), new / name)
+            write_tensors(new / name, content)
             _sync(new / name)
         text = json.dumps({"format": FORMAT, "step": step, **state}, indent=1, allow_nan=False)
         (new / STATE).write_text(text, "utf-8")

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 import hsformat
 from hsformat.compare_serving import compare_servings
@@ -42,6 +41,7 @@ from hsformat_trainer.forward_check import forward_differs
 from hsformat_trainer.rope_served import rope_problems
 from hsformat_trainer.speculators_layout import speculators_config
 from hsformat_trainer.target_head import TargetHead
+from hsformat_trainer.tensor_files import write_tensors
 
 __all__ = ["Exported", "Style", "Trained", "export_draft", "read_trained"]
 
@@ -186,7 +186,7 @@ def export_draft(
         _clear(new)  # of an export that was killed
         new.mkdir(parents=True)
         (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(named, new / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(new / "model.safetensors", named, metadata={"format": "pt"})
         (new / NOTE).write_text(json.dumps(_note(trained, engines), indent=2) + "\n", encoding="utf-8")
         draft, found = read_draft(new)
         problems += found
