@@ -1,0 +1,172 @@
+"""The driver of a running SGLang server, on a server that answers as SGLang 0.5.23 does and whose hook writes files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hsformat.problems import HsError
+from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures
+from hsformat_extractors.hosted.sglang_server import SglangServerDriver
+from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
+
+pytestmark = pytest.mark.needs("torch")
+
+KEYS = ("d2", "d15", "d27", "d30")
+LAUNCH = Launch(
+    model="/m", architecture="LlamaForCausalLM", num_layers=30, hidden_size=4, vocab_size=50, dtype="bfloat16",
+    captures=KEYS, staging="/s", batch_tokens=1000,
+)  # fmt: skip
+
+
+class Server:
+    """``info``: what it tells of itself; ``writes``: where its hook writes, None: nowhere."""
+
+    def __init__(self, hook_folder: Path) -> None:
+        arguments = engine_arguments(LAUNCH, plan_captures("0.5.23", LAUNCH), staging=str(hook_folder), cpu=False)
+        off = {"backend": "disabled"}
+        self.info: dict[str, Any] = {
+            **arguments, "version": "0.5.23", "speculative_algorithm": None, "pp_size": 1, "device": "cuda",
+            "max_req_input_len": 8185, "cuda_graph_config": {"prefill": off, "decode": off},
+        }  # fmt: skip
+        self.writes: Path | None = hook_folder
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+    def generate(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        ids = body["input_ids"]
+        if len(ids) == 7:
+            return 503, {"error": {"message": "The request queue is full"}}
+        if len(ids) > 8:
+            return 400, {"error": {"message": "Input length exceeds the maximum"}}
+        new = list(range(20, 20 + body["sampling_params"]["max_new_tokens"]))
+        if self.writes is not None:
+            ran = ids + new[:-1]
+            rows = {k: torch.zeros(len(ran), 4) for k in KEYS}
+            name = f"{body['rid']}.aa.000000001.0.{len(ran)}.part"
+            save_file({**rows, "token_ids": torch.tensor(ran)}, self.writes / name)
+        return 200, {"output_ids": new, "meta_info": {"finish_reason": {"type": "length"}}}
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._reply(200, server.info)
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._reply(*server.generate(body))
+
+            def _reply(self, code: int, data: Any) -> None:
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(json.dumps(data).encode())
+
+            def log_message(self, *_args: Any) -> None:
+                pass
+
+        return Handler
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Server]:
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "own").mkdir()
+    made = Server(tmp_path / "hook")
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def start(server: Server, tmp_path: Path, **changes: Any) -> tuple[SglangServerDriver, Any]:
+    driver = SglangServerDriver()
+    launch = replace(LAUNCH, staging=str(tmp_path / "own"), options={"server": f"{server.url}/"}, **changes)
+    return driver, driver.start(launch)
+
+
+def test_states_come_from_the_folder_of_its_hook(server, tmp_path):
+    driver, told = start(server, tmp_path)
+    assert told["versions"]["sglang"] == "0.5.23"
+    assert told["max_tokens"] == 8184
+    asks = [Ask(request=f"r-{i}", prompt=tuple(range(3, 4 + i))) for i in range(6)]
+    (tmp_path / "hook" / "hsffffffff-1.aa.000000001.0.2.part").touch()  # of another client
+    bad = [Ask(request="long", prompt=(1,) * 9), Ask(request="busy", prompt=(1,) * 7)]
+    found = {f.request: f for f in driver.run([*asks, *bad])}
+    long, busy = found.pop("long"), found.pop("busy")
+    assert isinstance(long, Fault)
+    assert isinstance(busy, Fault)
+    assert (long.again, busy.again) == (False, True)
+    assert all(isinstance(found[a.request], Answer) and found[a.request].tokens == a.prompt for a in asks)
+    assert sorted(p.name for p in (tmp_path / "own").iterdir()) == sorted(f"{a.request}.safetensors" for a in asks)
+    driver.stop()
+    driver.stop()
+    assert [p.name for p in (tmp_path / "hook").iterdir()] == ["hsffffffff-1.aa.000000001.0.2.part"]
+
+
+def test_a_subset_of_its_captures_and_answers(server, tmp_path):
+    driver, _ = start(server, tmp_path, captures=("d15", "d30"), max_new_tokens=3, stop_token_ids=(2,))
+    (found,) = driver.run([Ask(request="r-0", prompt=(5, 6))])
+    assert isinstance(found, Answer)
+    assert found.tokens == (5, 6, 20, 21, 22)
+    driver.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"forward_hooks": None}, "its hook"),
+        ({"forward_hooks": [{"hook_factory": "other:one", "config": {}}]}, "its hook"),
+        ({"version": "0.5.22"}, "version"),
+        ({"version": "?"}, "version"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"disable_radix_cache": False}, "disable_radix_cache"),
+        ({"pp_size": 2}, "pp_size"),
+        ({"speculative_algorithm": "EAGLE3"}, "speculative_algorithm"),
+        ({"cuda_graph_config": {"prefill": {"backend": "full"}}}, "cuda_graph_config"),
+    ],
+)
+def test_a_server_that_cannot_give_states_is_refused(server, tmp_path, changes, words):
+    server.info |= changes
+    with pytest.raises(HsError, match="HS410") as e:
+        start(server, tmp_path)
+    assert any(words in p.where for p in e.value.problems)
+
+
+def test_a_server_of_other_captures_or_another_target_is_refused(server, tmp_path):
+    with pytest.raises(HsError, match="d29"):
+        start(server, tmp_path, captures=("d2", "d29"))
+    with pytest.raises(HsError, match="hidden size"):
+        start(server, tmp_path, hidden_size=8)
+
+
+def test_a_hook_that_writes_elsewhere_is_found_before_anything_is_asked(server, tmp_path):
+    server.writes = None
+    with pytest.raises(HsError, match="states of a short request"):
+        start(server, tmp_path)
+
+
+def test_a_server_that_dies_ends_the_run(server, tmp_path):
+    driver, _ = start(server, tmp_path)
+    server.http.shutdown()
+    server.http.server_close()
+    with pytest.raises(RuntimeError, match="does not answer any more"):
+        list(driver.run([Ask(request="r-0", prompt=(5,)), Ask(request="r-1", prompt=(6,))]))
+    driver.stop()
+
+
+def test_no_server(tmp_path):
+    driver = SglangServerDriver()
+    with pytest.raises(HsError, match="HS410"):
+        driver.start(replace(LAUNCH, staging=str(tmp_path), options={"server": "http://127.0.0.1:9"}))
+    driver.stop()
