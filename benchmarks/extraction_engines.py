@@ -61,8 +61,8 @@ def plain_vllm(args: argparse.Namespace) -> Callable[[Prompts], None]:
 
 def plain_sglang(args: argparse.Namespace) -> Callable[[Prompts], None]:
     import sglang
-    from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures
 
+    from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures
     from hsformat_extractors.hosted.wire import Launch
 
     target = describe(args.model, dtype=args.dtype).model
