@@ -246,7 +246,7 @@ class TestDeepseekV3(OneArchitecture):
 
     __test__ = True
     architecture = "DeepseekV3ForCausalLM"
-    sizes = LATENT
+    sizes = {**LATENT, "head_dim": LATENT["qk_rope_head_dim"]}
     depths = (1, 2, 3, 4)
     test_exactly_the_generated_tokens_are_supervised = None  # as of V2, whose attention it is
 
@@ -283,12 +283,13 @@ class TestSmolLM2InBfloat16(OnSmolLM2):
     test_exactly_the_generated_tokens_are_supervised = None
 
     def tolerance(self, dtype: str, depth: int, num_layers: int) -> float:
-        """Return a bound of a single row: that it is no other row. What rounding does to all of them is tested below.
+        """Return a bound of a single row, which says little; what rounding does to all rows is tested below.
 
-        Transformers in bfloat16 against float32, the same random ids, 931 rows a depth: 0.37 in the worst row of depth
-        12 and 0.75 of depth 29, where a massive activation arises or does not; 99% of rows below 0.1.
+        In a row where a massive activation arises in float32 and hardly in bfloat16, Transformers in bfloat16 differs
+        from float32 as much: for the same random ids by 0.28 at depth 12, 1.3 at depth 30 and 2.2 after the norm (one
+        of 931 rows; vLLM: 1.7 after the norm, in the same row). 99% of rows are below 0.1.
         """
-        return 1.0 if depth else super().tolerance(dtype, depth, num_layers)
+        return 3.0 if depth else super().tolerance(dtype, depth, num_layers)
 
     def test_rounding_is_that_of_transformers(self) -> None:
         """Transformers itself: median 1.4e-2 at depth 29, 99% of rows below 9.3e-2 (as above)."""
