@@ -246,7 +246,7 @@ class TestDeepseekV3(OneArchitecture):
 
     __test__ = True
     architecture = "DeepseekV3ForCausalLM"
-    sizes: ClassVar = {**LATENT, "head_dim": LATENT["qk_rope_head_dim"]}
+    sizes: ClassVar[dict[str, int]] = {**LATENT, "head_dim": LATENT["qk_rope_head_dim"]}
     depths = (1, 2, 3, 4)
     test_exactly_the_generated_tokens_are_supervised = None  # as of V2, whose attention it is
 
