@@ -86,11 +86,11 @@ class OneTarget(ExtractorConformance):
     def test_what_ran(self) -> None:
         """The worst row of any capture, with lengths around a pass and a multiple of 128."""
         request = self.request()
-        worst = 0.0
+        errors: list[Any] = []
         for record in self.records(request, self.samples(1, 40, 127, 128, 129, seed=5)).values():
             own = self.reference().states(record.input_ids)
-            worst = max(worst, *(float(row_errors(h, own[key]).max()) for key, h in record.hidden.items()))
-        Ran.note(request.target, self.keys(request.target), worst)
+            errors += [row_errors(h, own[key]) for key, h in record.hidden.items()]
+        Ran.note(request.target, self.keys(request.target), float(np.concatenate(errors).max()))
 
 
 class OneArchitecture(OneTarget):
@@ -286,4 +286,5 @@ def test_what_ran_is_what_is_kept():
     without = [{k: v for k, v in row.items() if k != "worst_relative_error"} for row in rows]
     assert without == [{k: v for k, v in row.items() if k != "worst_relative_error"} for row in kept["captures"]]
     for now, then in zip(rows, kept["captures"], strict=True):
-        assert now["worst_relative_error"] <= 4 * then["worst_relative_error"], now
+        # In float32 a pass of one prompt may be the very computation of Transformers: an error of 0.
+        assert now["worst_relative_error"] <= max(4 * then["worst_relative_error"], 1e-5), now

@@ -68,7 +68,7 @@ def test_depths_that_each_can_be_had():
     row = capture_row("sglang", "0.5.23", "LlamaForCausalLM")
     assert captures_of(row, 4) == ("d1", "d2", "d3", "d4", "d4n")
     deepseek = capture_row("sglang", "0.5.23", "DeepseekV3ForCausalLM")
-    assert captures_of(deepseek, 4) == ("d2", "d3", "d4", "d4n")  # id 1 alone is depth 2
+    assert captures_of(deepseek, 4) == ("d0", "d2", "d3", "d4", "d4n")  # id 1 alone is depth 2
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.4", "none"])
