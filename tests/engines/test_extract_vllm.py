@@ -123,7 +123,7 @@ class TestLlama(OneArchitecture):
     test_another_target_than_described_is_refused = ExtractorConformance.test_another_target_than_described_is_refused
 
     def test_chunks_of_a_long_prompt_are_joined(self) -> None:
-        """Prompts of up to four passes of 64 tokens, among others (vLLM PR#39949)."""
+        """Prompts of up to four passes of 64 tokens, among others (vllm PR#39949)."""
         request, n = self.request(batch_tokens=64), self.num_layers
         for record in self.records(request, self.samples(200, 1, 63, 64, 65, 129, 255, seed=6)).values():
             assert record.num_states == record.num_tokens
