@@ -57,7 +57,8 @@ $(ENGINES)/%/.installed: scripts/engines/setup_%_cpu.sh $(wildcard scripts/engin
 	PYTHON=$(PYTHON) $< $(@D)
 	@touch $@
 
-test-engines: $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed
+test-engines: $(VENV)/.installed $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed
+	$(BIN)/python examples/make_demo_target.py --out $(DEMO)/target
 	HSFORMAT_ENGINE=vllm $(ENGINES)/vllm/bin/python -m pytest -q -m engine tests/engines
 	HSFORMAT_ENGINE=sglang $(ENGINES)/sglang/bin/python -m pytest -q -m engine tests/engines
 
