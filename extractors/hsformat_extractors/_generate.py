@@ -26,10 +26,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hsformat.problems import HsError, problem
+from hsformat.problems import HsError
 from hsformat.record import Generation, TokenSample
 from hsformat_extractors._batching import sample_seed
 from hsformat_extractors._capture import pad
+from hsformat_extractors._stops import no_end_of_turn
 
 __all__ = ["Generator", "end_of_turn_ids", "generation_batches", "prompt_width"]
 
@@ -74,15 +75,7 @@ def end_of_turn_ids(model: Any, folder: Path) -> list[int]:
         named.append(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id)
     ids = {i for value in named if value is not None for i in (value if isinstance(value, list) else [value])}
     if not ids:
-        raise HsError(
-            problem(
-                "HS410",
-                where=f"{folder}: eos_token_id",
-                got="none in generation_config.json, config.json or the tokenizer",
-                expected="at least one id that ends a turn",
-                fix="add eos_token_id to generation_config.json",
-            )
-        )
+        raise HsError(no_end_of_turn(folder))
     return sorted(ids)
 
 

@@ -6,10 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hsformat.problems import HsError, problem
+from hsformat.problems import HsError, Problem, problem
 from hsformat.target.jsonfiles import read_object
 
-__all__ = ["end_of_turn_ids", "special_ids"]
+__all__ = ["end_of_turn_ids", "no_end_of_turn", "special_ids"]
+
+
+def no_end_of_turn(folder: Path) -> Problem:
+    """Return what is wrong with a target that names no token which ends a turn."""
+    return problem(
+        "HS410",
+        where=f"{folder}: eos_token_id",
+        got="none in generation_config.json, config.json or the tokenizer",
+        expected="at least one id that ends a turn",
+        fix="add eos_token_id to generation_config.json",
+    )
 
 
 def end_of_turn_ids(folder: Path) -> list[int]:
@@ -30,15 +41,7 @@ def end_of_turn_ids(folder: Path) -> list[int]:
     ids = {i for value in named for i in (value if isinstance(value, list) else [value]) if type(i) is int}
     ids |= set(_of_tokenizer(folder))
     if not ids:
-        raise HsError(
-            problem(
-                "HS410",
-                where=f"{folder}: eos_token_id",
-                got="none in generation_config.json, config.json or the tokenizer",
-                expected="at least one id that ends a turn",
-                fix="add eos_token_id to generation_config.json",
-            )
-        )
+        raise HsError(no_end_of_turn(folder))
     return sorted(ids)
 
 

@@ -73,7 +73,7 @@ class HostedEngine:
                 fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _CHUNK)
         try:
             self._process = EngineProcess(HOST, [driver, str(write)], log=log, environment=environment, keep=[write])
-        except BaseException:
+        except BaseException:  # raised again: nobody would close it
             os.close(read)
             raise
         finally:

@@ -173,7 +173,7 @@ class HostedExtractor:
                 stop_token_ids=stops,
             )
             prove(flow, forbidden=[i for i in special_ids(request.model) if i < request.target.vocab_size])
-        except BaseException:
+        except BaseException:  # Ctrl-C as well, raised again: no engine and no staged file stays
             if engine is not None:
                 engine.close(orderly=False)
             staging.close()

@@ -126,7 +126,7 @@ def _end_all(code: int) -> None:
 def _apart() -> tuple[int, int]:
     """Return descriptors of asks and answers that an engine's processes neither inherit nor read from."""
     asks, answers = os.dup(0), int(sys.argv[2])
-    os.set_inheritable(answers, False)  # noqa: FBT003
+    os.set_inheritable(answers, False)  # noqa: FBT003 - os takes it by position alone
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     return asks, answers

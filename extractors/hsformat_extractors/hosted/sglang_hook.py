@@ -163,7 +163,7 @@ class Writer:
         try:
             save_file(arrays, str(part), metadata=metadata)
             part.replace(path)
-        except BaseException as e:
+        except BaseException as e:  # raised again: half a file does not stay
             with contextlib.suppress(OSError):
                 part.unlink()
             if type(e).__name__ == "SafetensorError":  # what the system said stands in its text

@@ -52,7 +52,7 @@ class SglangServerDriver(SglangAsker):
         self._pool = ThreadPoolExecutor(max_workers=self.in_flight, thread_name_prefix="sglang")
         try:
             self._try_hook(launch)
-        except BaseException:
+        except BaseException:  # raised again: nothing of the start stays
             self.stop()
             raise
         return provenance(info, {"server": self._url, "launch_command": info.get("launch_command")})
