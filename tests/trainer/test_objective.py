@@ -10,7 +10,7 @@ from trainer.tiny_drafts import AUX, DEPTH, VOCAB, mixed_pack, random_draft, ran
 
 from hsformat.align import step_view, supervised
 from hsformat.torch import pack
-from hsformat_trainer import attention, objective
+from hsformat_trainer import attention, coverage, objective
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.objective import ttt_loss
 
@@ -129,3 +129,51 @@ def test_memory_grows_neither_with_rows_by_vocabulary_nor_with_rows_by_rows(trai
     scores = {s for s in shapes.seen if len(s) == 4 and s[-1] > 100}
     assert scores
     assert max(s[2] for s in scores) == 16
+
+
+def _batch(*records):
+    return TrainBatch.from_packed(pack(records), aux=AUX, last=f"d{DEPTH}", steps=3)
+
+
+def test_what_is_known_of_a_state_is_not_computed_again(monkeypatch):
+    """Loss, gradient and counts are those of computing it, whatever batch a record was in before."""
+    target = random_target()
+    draft = random_draft(target, target_ids=SOME_IDS)
+    records = [record_of(name, [0] + [1] * n, seed=n) for name, n in (("a", 8), ("b", 13), ("c", 4))]
+    known = coverage.Coverage(target)
+
+    def run(batch, coverage):
+        draft.zero_grad()
+        result = ttt_loss(draft, target, batch, steps=3, decay=0.8, loss="kl", coverage=coverage)
+        result.loss.backward()
+        return result, draft.fc.weight.grad.clone()
+
+    for first in records:
+        run(_batch(first), known)
+    plain, gradient = run(_batch(*records), None)
+    assert 0 < plain.covered.sum() < plain.counted.sum()
+
+    def never(*_):
+        raise AssertionError("logits outside the draft's vocabulary")
+
+    monkeypatch.setattr(coverage, "outside_logits", never)
+    monkeypatch.setattr(objective, "outside_logits", never)
+    again, same = run(_batch(*reversed(records)), known)
+    torch.testing.assert_close(again.loss, plain.loss)
+    torch.testing.assert_close(same, gradient)
+    for name in ("hits", "counted", "covered"):
+        assert torch.equal(getattr(again, name), getattr(plain, name))
+    with pytest.raises(AssertionError, match="outside"):  # other tokens under a known id
+        run(_batch(record_of("a", [0] + [1] * 8, seed=3)), known)
+
+
+def test_no_more_states_are_kept_than_allowed():
+    target = random_target()
+    draft = random_draft(target, target_ids=SOME_IDS)
+    some = coverage.Coverage(target, most=9)
+    for _ in range(2):
+        for record in (record_of("a", [0] + [1] * 8), record_of("b", [0] + [1] * 13)):
+            batch = _batch(record)
+            found = some.of(batch, draft.target_ids, torch.float64)
+            assert torch.equal(found, coverage.Coverage(target).of(batch, draft.target_ids, torch.float64))
+    assert list(some._known) == [("a", *next(iter(some._known))[1:])]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_64_intdigest
 
 from hsformat.align import MaskRule, step_view, supervised
 from hsformat.layout import parse_capture_key
@@ -115,6 +116,10 @@ class TrainBatch:
         What is computed.
     distributions
         [P] into ``last``, ascending: the states whose distributions are asked for, each once for all steps.
+    distribution_starts
+        R + 1 numbers: where those of each record begin, and where the last end.
+    tokens_hash
+        R numbers: XXH3-64 of each record's tokens, which tells records of one id in two stores apart.
     """
 
     ids: tuple[str, ...]
@@ -128,6 +133,8 @@ class TrainBatch:
     keys: KeyRows
     steps: tuple[StepRows, ...]
     distributions: torch.Tensor
+    distribution_starts: tuple[int, ...]
+    tokens_hash: tuple[int, ...]
 
     @classmethod
     def from_packed(
@@ -244,6 +251,10 @@ def _plan(packed: Packed, num_steps: int, rule: MaskRule) -> dict[str, Any]:
         ),
         "steps": tuple(steps),
         "distributions": distributions,
+        "distribution_starts": tuple(torch.searchsorted(distributions, packed.cu_states.cpu().long()).tolist()),
+        "tokens_hash": tuple(
+            xxh3_64_intdigest(ids[first:end].numpy().tobytes()) for first, end in itertools.pairwise(tokens)
+        ),
     }
 
 

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from hsformat_trainer.batch import TrainBatch
+from hsformat_trainer.coverage import Coverage, argmax_of, outside_logits
 from hsformat_trainer.draft import Draft
 from hsformat_trainer.losses import LossName, TargetRows, row_losses
-from hsformat_trainer.precision import PRODUCT_ROWS, head_product, product_dtype, products
-from hsformat_trainer.target_head import SplitHead, TargetHead
+from hsformat_trainer.precision import head_product, product_dtype, products
+from hsformat_trainer.target_head import TargetHead
 
 __all__ = ["CHUNK_ELEMENTS", "Predictions", "StepResult", "predictions", "ttt_loss"]
 
@@ -82,6 +83,7 @@ def ttt_loss(
     decay: float,
     loss: LossName,
     normalizer: torch.Tensor | None = None,
+    coverage: Coverage | None = None,
 ) -> StepResult:
     """Return the loss of a batch and its counts.
 
@@ -95,6 +97,8 @@ def ttt_loss(
         Of a row.
     normalizer
         [K] what the sum of a step is divided by; None: the batch's own counts. A step of 0 contributes nothing.
+    coverage
+        Of this target and the draft's vocabulary: what it knows is not computed again. None: nothing is kept.
 
     Raises
     ------
@@ -109,7 +113,10 @@ def ttt_loss(
         counts = (batch.counts if normalizer is None else normalizer).to(device, torch.float64)
         weights = decay ** torch.arange(steps, device=device, dtype=torch.float64)
         weights = torch.where(counts > 0, weights / counts.clamp(min=1e-30), torch.zeros_like(weights))
-        what = (draft, target, batch, loss, weights)
+        known = None
+        if coverage is not None:
+            known = coverage.of(batch, draft.target_ids, product_dtype(device, outputs[0].dtype))
+        what = (draft, target, batch, loss, weights, known)
         total, *sums = _ChunkedLoss.apply(what, draft.lm_head.weight, *outputs)  # type: ignore[no-untyped-call] # torch's
     loss_sums, hits, covered = sums
     counted = batch.counts.to(device, torch.float64)
@@ -120,11 +127,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        what: tuple[Draft, TargetHead, TrainBatch, LossName, torch.Tensor],
+        what: tuple[Draft, TargetHead, TrainBatch, LossName, torch.Tensor, torch.Tensor | None],
         head: torch.Tensor,
         *outputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        draft, target, batch, name, weights = what
+        draft, target, batch, name, weights, known = what
         dtype = product_dtype(head.device, outputs[0].dtype)
         weight_VH = draft.head_for(dtype)
         wanted = any(o.requires_grad for o in outputs)
@@ -133,7 +140,7 @@ class _ChunkedLoss(torch.autograd.Function):
         sums = torch.zeros((3, len(outputs)), dtype=torch.float64, device=head.device)
         step_weights = weights.to(torch.float64 if dtype == torch.float64 else torch.float32)
         with torch.no_grad():
-            for chunk in _chunks(draft, target, batch, dtype):
+            for chunk in _chunks(draft, target, batch, dtype, known=known):
                 for k, (rows, at) in enumerate(chunk.steps):
                     if rows.start == rows.stop:
                         continue
@@ -193,9 +200,22 @@ class _Chunk:
 
 
 def _chunks(
-    draft: Draft, target: TargetHead, batch: TrainBatch, dtype: torch.dtype, *, temperature: float = 0.0
+    draft: Draft,
+    target: TargetHead,
+    batch: TrainBatch,
+    dtype: torch.dtype,
+    *,
+    temperature: float = 0.0,
+    known: torch.Tensor | None = None,
 ) -> Iterator[_Chunk]:
-    """Yield the states in order, the target's logits computed once; above temperature 0 with ``outside_logsum``."""
+    """Yield the states in order, the target's logits computed once; above temperature 0 with ``outside_logsum``.
+
+    Parameters
+    ----------
+    known
+        [P] ``inside`` of all states: what is outside the draft's vocabulary is not computed, and ``expected`` is right
+        where that is true alone.
+    """
     split = target.split(draft.target_ids, dtype)
     states = batch.distributions
     size = max(64, CHUNK_ELEMENTS // draft.spec.draft_vocab_size)
@@ -207,37 +227,17 @@ def _chunks(
         rows = TargetRows.of(target.shaped(head_product(hidden, split.inside), split.inside_bias))
         expected, is_inside = split.inside_ids[rows.best], torch.ones_like(rows.best, dtype=torch.bool)
         logsum = None
-        if len(split.outside_ids):
-            top, other, logsum = _outside(target, split, hidden, temperature)
-            # Equal logits, which rounding to bfloat16 makes common: the lower id wins, as argmax over all has it.
-            is_inside = (rows.top > top) | ((rows.top == top) & (expected < other))
-            expected = torch.where(is_inside, expected, other)
+        if known is not None:
+            is_inside = known[first : first + size]
+        elif len(split.outside_ids):
+            top, other, logsum = outside_logits(target, split, hidden, temperature)
+            expected, is_inside = argmax_of(rows.top, rows.best, split, top, other)
         steps = []
         for k, s in enumerate(batch.steps):
             mine = slice(bounds[k][c], bounds[k][c + 1])
             whole = mine.stop - mine.start == len(last)
             steps.append((mine, None if whole else s.distribution[mine] - first))
         yield _Chunk(target=rows, inside=is_inside, expected=expected, outside_logsum=logsum, steps=tuple(steps))
-
-
-def _outside(
-    target: TargetHead, split: SplitHead, hidden_CH: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return of the logits outside the draft's vocabulary the largest, its id, and the logsum; never all at once."""
-    rows = PRODUCT_ROWS if hidden_CH.device.type == "cpu" else 2**15
-    tops, best, logsums = [], [], []
-    for i in range(0, len(split.outside_ids), rows):
-        bias = None if split.outside_bias is None else split.outside_bias[i : i + rows]
-        logits = target.shaped(hidden_CH @ split.outside[i : i + rows].T, bias)
-        found = logits.max(-1)
-        tops.append(found.values)
-        best.append(found.indices + i)
-        if temperature > 0:
-            logsums.append(torch.logsumexp(logits / temperature, -1))
-    top, block = torch.stack(tops, -1).max(-1)
-    index = torch.stack(best, -1).gather(-1, block[:, None])[:, 0]
-    logsum = torch.logsumexp(torch.stack(logsums, -1), -1) if logsums else None
-    return top, split.outside_ids[index], logsum
 
 
 @torch.no_grad()

@@ -1,0 +1,118 @@
+"""Whether a target's argmax over its whole vocabulary is in the draft's: the largest of the logits outside it.
+
+They are a fifth of all products of a small draft's training, for a bit a state that never changes while it is trained.
+So :class:`Coverage` keeps that bit over epochs. It is found record by record: what a record's rows give must not depend
+on the batch that they were in, or a run that is resumed would not be the one that went on.
+
+Shapes: C states, Vd draft vocabulary, V target vocabulary, P states of a batch whose distributions are asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from hsformat_trainer.batch import TrainBatch
+from hsformat_trainer.precision import PRODUCT_ROWS, head_product
+from hsformat_trainer.target_head import SplitHead, TargetHead
+
+__all__ = ["Coverage", "argmax_of", "outside_logits"]
+
+ROWS = 1024
+"""Most states of a record whose logits are computed at a time."""
+
+
+class Coverage:
+    """The bits of the records seen so far, by id and tokens: of one target, one vocabulary, on one device.
+
+    Parameters
+    ----------
+    target
+        Frozen.
+    most
+        States that are kept, a byte each; those of further records are found anew each time.
+    """
+
+    def __init__(self, target: TargetHead, *, most: int = 2**30) -> None:
+        self._target = target
+        self._known: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._left = most
+
+    @torch.no_grad()
+    def of(self, batch: TrainBatch, target_ids: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return [P] bool of a batch, on its device.
+
+        Parameters
+        ----------
+        target_ids
+            [Vd] of the draft's vocabulary, strictly rising, the same at each call; None: it is the target's, and
+            covers all.
+        dtype
+            Of products; as for the draft's logits.
+        """
+        states = batch.distributions
+        if target_ids is None:
+            return torch.ones(len(states), dtype=torch.bool, device=states.device)
+        found = []
+        for name, tokens, (first, end) in zip(
+            batch.ids, batch.tokens_hash, itertools.pairwise(batch.distribution_starts), strict=True
+        ):
+            key = (name, tokens, end - first)
+            inside = self._known.get(key)
+            if inside is None:
+                inside = self._look(batch, states[first:end], self._target.split(target_ids, dtype), dtype)
+                if len(inside) <= self._left:
+                    self._left -= len(inside)
+                    self._known[key] = inside
+            found.append(inside)
+        return torch.cat(found)
+
+    def _look(self, batch: TrainBatch, states: torch.Tensor, split: SplitHead, dtype: torch.dtype) -> torch.Tensor:
+        target = self._target
+        parts = [torch.empty(0, dtype=torch.bool, device=states.device)]
+        for i in range(0, len(states), ROWS):
+            last = batch.last[states[i : i + ROWS]]
+            hidden = (last if batch.last_normed else target.final_norm(last)).to(dtype)
+            found = target.shaped(head_product(hidden, split.inside), split.inside_bias).max(-1)
+            _, inside = argmax_of(found.values, found.indices, split, *outside_logits(target, split, hidden, 0.0)[:2])
+            parts.append(inside)
+        return torch.cat(parts)
+
+
+def argmax_of(
+    top: torch.Tensor, best: torch.Tensor, split: SplitHead, other_top: torch.Tensor, other: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [C] the argmax over the whole vocabulary as a target id, and whether it is in the draft's.
+
+    Parameters
+    ----------
+    top, best
+        [C] the largest logit in the draft's vocabulary, and its draft id.
+    other_top, other
+        [C] the largest one outside it, and its target id.
+    """
+    expected = split.inside_ids[best]
+    # Equal logits, which rounding to bfloat16 makes common: the lower id wins, as argmax over all has it.
+    inside = (top > other_top) | ((top == other_top) & (expected < other))
+    return torch.where(inside, expected, other), inside
+
+
+def outside_logits(
+    target: TargetHead, split: SplitHead, hidden_CH: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return of the logits outside the draft's vocabulary the largest, its id, and the logsum; never all at once."""
+    rows = PRODUCT_ROWS if hidden_CH.device.type == "cpu" else 2**15
+    tops, best, logsums = [], [], []
+    for i in range(0, len(split.outside_ids), rows):
+        bias = None if split.outside_bias is None else split.outside_bias[i : i + rows]
+        logits = target.shaped(hidden_CH @ split.outside[i : i + rows].T, bias)
+        found = logits.max(-1)
+        tops.append(found.values)
+        best.append(found.indices + i)
+        if temperature > 0:
+            logsums.append(torch.logsumexp(logits / temperature, -1))
+    top, block = torch.stack(tops, -1).max(-1)
+    index = torch.stack(best, -1).gather(-1, block[:, None])[:, 0]
+    logsum = torch.logsumexp(torch.stack(logsums, -1), -1) if logsums else None
+    return top, split.outside_ids[index], logsum
