@@ -12,7 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import pytest
 import hsformat as hs
 from hsformat.contract import TargetModel
 from hsformat.dtypes import to_float32
+from hsformat.engines.extraction_table import RAN, Extracted, ExtractedRow, load_extracted
 from hsformat.extraction import extract_to_store, make_contract
 from hsformat.layout import parse_capture_key
 from hsformat.record import Record
@@ -33,7 +34,6 @@ from hsformat_extractors.probes import tiny
 ENGINE = os.environ.get("HSFORMAT_ENGINE", "none")
 ROOT = Path(__file__).parents[2]
 DEMO = Path(os.environ.get("HSFORMAT_DEMO_TARGET", ROOT / "build" / "demo" / "target"))
-KEPT = ROOT / "tests" / "data" / "captures"
 
 
 def only(engine: str) -> list[pytest.MarkDecorator]:
@@ -45,33 +45,37 @@ def only(engine: str) -> list[pytest.MarkDecorator]:
 class Ran:
     """What ran, by architecture, dtype and layers; compared and written when the last test of a file is done."""
 
-    rows: ClassVar[dict[tuple[str, str, int], dict[str, Any]]] = {}
+    rows: ClassVar[dict[tuple[str, str, int], ExtractedRow]] = {}
 
     @classmethod
-    def note(cls, target: TargetModel, keys: list[str], worst: float) -> None:
+    def note(cls, target: TargetModel, keys: list[str], worst: float, *, answers: bool) -> None:
         parsed = [parse_capture_key(k) for k in keys]
-        cls.rows[target.architecture, target.dtype, target.num_layers] = {
-            "architecture": target.architecture,
-            "dtype": target.dtype,
-            "num_layers": target.num_layers,
-            "depths": sorted({d for d, _ in parsed}),
-            "normed": any(normed for _, normed in parsed),
-            "worst_relative_error": float(f"{worst:.1e}"),
-        }
+        cls.rows[target.architecture, target.dtype, target.num_layers] = ExtractedRow(
+            architecture=target.architecture,
+            dtype=target.dtype,
+            num_layers=target.num_layers,
+            depths=tuple(sorted({d for d, _ in parsed})),
+            normed=any(normed for _, normed in parsed),
+            answers=answers,
+            worst_relative_error=float(f"{worst:.1e}"),
+        )
 
     @classmethod
     def is_what_is_kept(cls, engine: str, version: str) -> None:
         """Every architecture and depth that is kept ran, and no more than was kept; ``HSFORMAT_CAPTURES`` writes it."""
-        rows = [cls.rows[key] for key in sorted(cls.rows)]
-        told = {"engine": engine, "version": version, "device": "cpu", "captures": rows}
+        rows = tuple(cls.rows[key] for key in sorted(cls.rows))
+        told = Extracted(engine=engine, version=version, device="cpu", captures=rows)
         if name := os.environ.get("HSFORMAT_CAPTURES"):
-            Path(name).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        kept = json.loads((KEPT / f"{engine}-{version}.json").read_text(encoding="utf-8"))["captures"]
-        worst = "worst_relative_error"
-        assert [{**row, worst: None} for row in rows] == [{**row, worst: None} for row in kept]
+            Path(name).write_text(json.dumps(told.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+        kept = load_extracted(RAN / f"{engine}-{version}.json").captures
+        assert [_without_error(row) for row in rows] == [_without_error(row) for row in kept]
         for now, then in zip(rows, kept, strict=True):
             # In float32 a pass of one prompt may be the very computation of Transformers: an error of 0.
-            assert now[worst] <= max(4 * then[worst], 1e-5), now
+            assert now.worst_relative_error <= max(4 * then.worst_relative_error, 1e-5), now
+
+
+def _without_error(row: ExtractedRow) -> ExtractedRow:
+    return row.model_copy(update={"worst_relative_error": 0.0})
 
 
 class OneTarget(ExtractorConformance):
@@ -97,7 +101,8 @@ class OneTarget(ExtractorConformance):
             errors += [row_errors(h, own[key]) for key, h in record.hidden.items()]
         every = np.concatenate(errors)
         assert np.isfinite(every).all()
-        Ran.note(request.target, self.keys(request.target), float(every.max()))
+        answers = type(self).test_exactly_the_generated_tokens_are_supervised is not None
+        Ran.note(request.target, self.keys(request.target), float(every.max()), answers=answers)
 
 
 class OneArchitecture(OneTarget):

@@ -1,7 +1,7 @@
 """The SGLang extractor on SGLang itself: run by ``make test-engines`` in its environment, never by ``make test``.
 
 Tiny random targets of several architectures, whose norms are not 1, and SmolLM2-135M (``make demo`` brings it). What
-ran is compared with ``tests/data/captures``; ``HSFORMAT_CAPTURES=FILE`` writes it anew.
+ran is compared with ``hsformat/engines/ran``; ``HSFORMAT_CAPTURES=FILE`` writes it anew.
 """
 
 from __future__ import annotations
