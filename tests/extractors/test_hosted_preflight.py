@@ -56,7 +56,7 @@ def test_an_engine_that_is_not_installed_is_named_with_the_command_that_brings_i
     extractor.version = lambda: None
     (found,) = extractor.preflight(request_for("d4"))
     assert (found.code, found.got) == ("HS410", f"not installed: {engine}")
-    assert f"pip install '{engine}>=" in found.fix
+    assert f"pip install 'hsformat[{engine}]'" in found.fix
 
 
 def test_neither_torch_nor_an_engine_is_imported():

@@ -95,7 +95,8 @@ class SglangAsker(ABC):
         if reason := _not_finished(response):
             return Fault(request=ask.request, message=reason, again=True)
         answers = self._new_tokens(ask) > 0
-        new = tuple(response["output_ids"]) if answers else ()
+        written = tuple(response.get("output_ids", ()))
+        new = written if answers else ()
         if answers and not new:
             return Fault(request=ask.request, message="the engine wrote no token", again=True)
         sent = (*ask.prompt, *new)
@@ -109,7 +110,8 @@ class SglangAsker(ABC):
             k = next(i for i, (a, b) in enumerate(zip(ran, sent, strict=False)) if a != b)
             message = f"the states' token {k} is {ran[k]}, that of the request {sent[k]}"
             return Fault(request=ask.request, message=message, again=True)
-        return Answer(request=ask.request, tokens=sent, file=name)
+        next_token = None if answers or not written else written[0]
+        return Answer(request=ask.request, tokens=sent, file=name, next_token=next_token)
 
     def _sampling(self, ask: Ask) -> dict[str, Any]:
         """Return the sampling parameters of a request."""
