@@ -23,7 +23,9 @@ class SglangExtractor(HostedExtractor):
     name: ClassVar[str] = "sglang"
     package: ClassVar[str] = "sglang"
     minimum: ClassVar[str] = "0.5.23"
-    install: ClassVar[str] = "pip install 'hsformat[sglang]', or without a GPU: scripts/engines/setup_sglang_cpu.sh VENV"
+    install: ClassVar[str] = (
+        "pip install 'hsformat[sglang]', or without a GPU: scripts/engines/setup_sglang_cpu.sh VENV"
+    )
     driver: ClassVar[str] = "hsformat_extractors.hosted.sglang_driver:SglangDriver"
     server_driver: ClassVar[str | None] = "hsformat_extractors.hosted.sglang_server:SglangServerDriver"
     beyond: ClassVar[tuple[Ends, ...]] = ("last", "last_normed")
