@@ -78,6 +78,8 @@ class CustomLayout(Frozen):
     def _once(cls, aux: tuple[str, ...]) -> tuple[str, ...]:
         if not aux:
             raise ValueError("no capture is named")
+        for key in aux:
+            parse_capture_key(key)  # the pattern has no end of digits
         if len(set(aux)) != len(aux):
             raise ValueError(f"a capture is named twice: {', '.join(aux)}")
         return aux

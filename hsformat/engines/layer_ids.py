@@ -7,7 +7,7 @@ mean different layers, ids that are dropped or doubled: each is a problem. May i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from packaging.version import Version
@@ -28,14 +28,24 @@ _READ_BY = {_TOP: "vllm", _NESTED: "sglang", "eagle_config.layer_ids": "vllm"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedBy:
-    """What feeds a draft: an engine by its rows, and a target; ``profile`` is one of this engine or of another."""
+    """What feeds a draft: an engine by its rows, and a target.
+
+    Attributes
+    ----------
+    profile
+        One of this engine or of another; None: there is none.
+    versions
+        Of the engines that a folder is written for, by engine; empty: only this engine is asked about.
+    """
 
     engine: str
+    version: str
     row: DraftRow
     captures: CaptureRow
     architecture: str
     num_layers: int
     profile: EngineProfile | None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -157,38 +167,45 @@ def _meaning(captures: CaptureRow, key: IdKey, ids: Sequence[int], num_layers: i
 def _check_agreement(draft: Draft, lists: Mapping[str, tuple[int, ...]], by: FedBy, problems: list[Problem]) -> None:
     """Two lists may differ as numbers if each means the same to the engine that looks there.
 
-    What a list means to an engine that does not know the target cannot be compared: a warning.
+    The same numbers for two engines that make different layers of them are a warning. What a list means to an engine that does not know the target cannot be compared: a warning. So is what another
+    engine's newest version makes of its list, where an older one that is known makes of it what this engine does.
     """
     here = {path: ids for path, ids in lists.items() if path in _READ_BY and ids}
-    if len(set(here.values())) < 2:
-        return
-    meanings: dict[str, tuple[int, ...] | None] = {}
-    for path, ids in here.items():
-        row = by.captures if _READ_BY[path] == by.engine else _newest(_READ_BY[path], by)
-        meanings[path] = None if row is None else _fed(row, depths_of(row, ids, by.num_layers))
+    same = len(set(here.values())) < 2
+    readings = {path: _readings(_READ_BY[path], ids, by) for path, ids in here.items()}
+    meanings = {path: found[0][1] if found else None for path, found in readings.items()}
     known = set(meanings.values()) - {None}
-    if len(known) == 1 and None not in meanings.values():
+    if len(known) < 2 and (same or None not in meanings.values()):
         return
-    severity = Severity.ERROR if len(known) > 1 else Severity.WARNING
-    got = "; ".join(f"{path} {list(ids)} ({_said(meanings[path], _READ_BY[path])})" for path, ids in here.items())
+    sometimes = set.intersection(*({depths for _, depths in found} for found in readings.values() if found), known)
+    severity = Severity.ERROR if len(known) > 1 and not (sometimes or same) else Severity.WARNING
+    got = "; ".join(f"{path} {list(ids)} ({_said(readings[path], _READ_BY[path])})" for path, ids in here.items())
     fix = "leave the list that is meant, or write each so that it means the same layers (hsformat.engines.emit does)"
+    if by.versions:
+        fix = "write a folder for one engine: the lists that the engines need contradict each other"
+    elif sometimes:
+        fix = "nothing, if the other engine serves it in a version for which the list was written"
     expected = "lists that mean the same layers"
     problems.append(
         problem("HS404", where=draft.at("layer ids"), got=got, expected=expected, fix=fix, severity=severity)
     )
 
 
-def _newest(engine: str, by: FedBy) -> CaptureRow | None:
-    """Return the row of the newest version of another engine that knows the target, one of a profile included."""
-    versions = set(known_versions(engine))
-    if by.profile is not None and by.profile.engine == engine:
+def _readings(engine: str, ids: Sequence[int], by: FedBy) -> list[tuple[str, tuple[int, ...]]]:
+    """Return what a list means to an engine, by version: to those asked about, otherwise to all, the newest first."""
+    if engine == by.engine:
+        return [(by.version, _fed(by.captures, depths_of(by.captures, ids, by.num_layers)))]
+    versions = {by.versions[engine]} if engine in by.versions else set(known_versions(engine))
+    if by.profile is not None and by.profile.engine == engine and engine not in by.versions:
         versions.add(by.profile.version)
+    out = []
     for version in sorted(versions, key=Version, reverse=True):
         try:
-            return capture_row(engine, version, by.architecture, by.profile)
+            row = capture_row(engine, version, by.architecture, by.profile)
         except ResolveError:
             continue
-    return None
+        out.append((version, _fed(row, depths_of(row, ids, by.num_layers))))
+    return out
 
 
 def _readers_disagree(draft: Draft, readings: Sequence[_Reading], captures: CaptureRow, title: str) -> Problem:
@@ -243,9 +260,13 @@ def _in_range(
     return not bad
 
 
-def _said(depths: tuple[int, ...] | None, engine: str) -> str:
+def _said(readings: Sequence[tuple[str, tuple[int, ...]]], engine: str) -> str:
     title = ENGINES[engine].title
-    return f"unknown to {title}" if depths is None else f"depths {_depths(depths)} to {title}"
+    if not readings:
+        return f"unknown to {title}"
+    version, depths = readings[0]
+    older = next((f", {_depths(d)} to {v}" for v, d in readings if d != depths), "")
+    return f"depths {_depths(depths)} to {title} {version}{older}"
 
 
 def _depths(depths: Sequence[int]) -> str:

@@ -71,13 +71,11 @@ def check_weights(
     """
     if draft.shapes is None:
         return []
-    if draft.decoder.get("quantization_config") is not None:
-        fix = "serve it and look at the engine's log"
-        got = "a quantised draft, whose weights have other names and shapes"
-        where = draft.at("quantization_config")
-        return [_problem("HS411", where, got, "unquantised weights, which can be checked", fix, Severity.WARNING)]
+    expected = list(_expected(sizes, row, options, captures))
+    if draft.decoder.get("quantization_config") not in (None, {}):
+        return list(_quantised(draft, sizes, row, expected, captures, fed, title))
     problems = []
-    found = [(w, find_weight(draft, row, w.name)) for w in _expected(sizes, row, options, captures)]
+    found = [(w, find_weight(draft, row, w.name)) for w in expected]
     used = {name for _, name in found if name is not None}
     for weight, name in found:
         if name is None:
@@ -87,6 +85,35 @@ def check_weights(
     # Later layers have both norms as modules and use one of them.
     used |= {f"layers.{i}.{n}.weight" for i in range(1, sizes.num_layers) for n in ("hidden_norm", "input_layernorm")}
     return problems + list(_unknown(draft, row, options, used, title))
+
+
+def _quantised(
+    draft: Draft,
+    sizes: DraftSizes,
+    row: DraftRow,
+    expected: Sequence[_Weight],
+    captures: int,
+    fed: Sequence[int] | None,
+    title: str,
+) -> Iterator[Problem]:
+    """Yield what can be told of a quantised draft: norms, which no method quantises, and whether ``fc`` is there."""
+    fix = "serve it and look at the engine's log"
+    got = "a quantised draft, whose other weights than norms have other names and shapes"
+    where = draft.at(f"{draft.decoder_prefix}quantization_config")
+    yield _problem("HS411", where, got, "unquantised weights, which can be checked", fix, Severity.WARNING)
+    for weight in expected:
+        name = find_weight(draft, row, weight.name)
+        info = draft.tensors.get(name or "")
+        whole = weight.name == "fc.weight" and info is not None and info.numpy_dtype is not None
+        if whole or "norm" in weight.name:
+            if name is None:
+                yield _missing(draft, row, weight, set(), title)
+            elif (wrong := _shape_problem(draft, sizes, weight, name, captures, fed)) is not None:
+                yield wrong
+        elif weight.name == "fc.weight" and not any(
+            n.startswith(f"{prefix}fc.") for n in draft.shapes or () for prefix in row.weight_prefixes
+        ):
+            yield _missing(draft, row, weight, set(), title)
 
 
 def _expected(sizes: DraftSizes, row: DraftRow, options: DraftOptions, captures: int) -> Iterator[_Weight]:

@@ -147,6 +147,7 @@ def test_the_same_checks(custom):
     assert custom(aux=["d2", "d15", "d29n"]) == (None, ["HS304"])
     assert custom(norm_before_fc=True)[1] == ["HS411"]
     assert custom(draft={"norm_output": True})[1] == ["HS405"]
+    assert custom(draft={"fc_norm": "on"})[1] == ["HS603"]
     assert custom(draft={"draft_vocab_size": 16})[1][:1] == ["HS408"]
     assert custom(draft={}, target={"hidden_size": 32})[1][:1] == ["HS409"]
 
@@ -162,6 +163,7 @@ def test_any_target_and_any_draft(custom):
         {"aux": []},
         {"aux": ["2"]},
         {"aux": ["d2", "d2", "d15"]},
+        {"aux": ["d" + "9" * 5000]},
         {"fc_norm": ...},
         {"surprise": 1},
         {"head": "theirs"},

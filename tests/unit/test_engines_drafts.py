@@ -106,6 +106,14 @@ def test_sizes_that_are_no_numbers(look):
     assert look(config={"norm_output": "false"}) == ["HS603"]
 
 
+@BOTH
+@pytest.mark.parametrize("value", [[1, 14, 26], [], 0, "3"])
+def test_a_count_that_is_no_number(look, engine, value):
+    """Ids are counted; a list under a key of counts is multiplied by a width."""
+    assert look(engine, config={"num_aux_hidden_states": value}) == ["HS603"]
+    assert all("format that is listed" not in p.fix for p in look.problems)
+
+
 # Weights.
 
 
@@ -173,12 +181,26 @@ def test_biases_of_the_mlp(look):
     assert look(VLLM, config={"mlp_bias": True}) == ["HS411"] * 3
 
 
-def test_a_quantised_draft_is_not_checked(look):
-    assert (
-        look(config={"quantization_config": {"quant_method": "fp8"}}, weights=draft_weights(**{"fc.weight": None}))
-        == []
-    )
+@BOTH
+def test_of_a_quantised_draft_norms_and_fc_are_checked(look, engine):
+    fp8 = {"quantization_config": {"quant_method": "fp8"}}
+    packed = {"midlayer.self_attn.q_proj.weight": None, "midlayer.self_attn.q_proj.qweight": np.ones((2, 2), np.int32)}
+    assert look(engine, config=fp8, weights=draft_weights(**packed)) == []
     assert look.warnings == ["HS411"]
+    assert look(engine, config=fp8, weights=draft_weights(**packed, **{"fc.weight": None})) == ["HS411"]
+    quantised_fc = {"fc.weight": None, "fc.qweight": np.ones((2, 2), np.int32)}
+    assert look(engine, config=fp8, weights=draft_weights(**packed, **quantised_fc)) == []
+    assert look(engine, config=fp8, weights=draft_weights(**{"fc.weight": np.ones((H, 4 * H), np.float32)})) == [
+        "HS402"
+    ]
+    for name in ("norm.weight", "midlayer.hidden_norm.weight"):
+        assert look(engine, config=fp8, weights=draft_weights(**{name: None})) == ["HS411"]
+        assert look(engine, config=fp8, weights=draft_weights(**{name: np.ones(H + 1, np.float32)})) == ["HS409"]
+
+
+def test_an_empty_quantization_config_is_none(look):
+    assert look(config={"quantization_config": {}}, weights=draft_weights(**{"fc.weight": None})) == ["HS411"]
+    assert look.warnings == []
 
 
 def test_more_than_one_layer(look):
@@ -304,6 +326,15 @@ def test_what_is_passed_on(look, config, recurrent):  # SpecForge PR#879
     for engine in (VLLM, SGLANG):
         assert look(engine, config=config, weights=draft_weights(**norms)) == []
         assert look.layout.norm_output is recurrent
+
+
+@BOTH
+@pytest.mark.parametrize("value", [1, "true", 0])
+@pytest.mark.parametrize("key", ["norm_before_residual", "fc_norm"])
+def test_an_option_that_is_no_boolean(look, engine, key, value):
+    """Also where the engine has no such option."""
+    assert "HS603" in look(engine, config={key: value})
+    assert all("its own default" not in p.got for p in look.problems)  # it is stated
 
 
 def test_norm_before_fc_stands_in_two_places(look):  # sglang#32226: it was ignored
@@ -466,6 +497,21 @@ def test_no_base_is_a_base_of_ten_thousand(look):
     assert look(config={"rope_theta": ...}) == []
     assert look.warnings == ["HS407"]
     assert "10000" in look.problems[0].got
+
+
+@BOTH
+@pytest.mark.parametrize("beside", [{"rope_theta": ...}, {}])
+def test_parameters_by_layer_type(look, engine, beside):
+    """Both engines ask the outer object for its base, and take 10000."""
+    inner = {"full_attention": {"rope_theta": 500000.0, "rope_type": "default"}}
+    assert look(engine, config={**beside, "rope_parameters": inner}) == ["HS407"]
+    assert look.layout.rope[0].theta == 10_000
+
+
+@BOTH
+def test_a_share_above_the_whole_head(look, engine):
+    assert look(engine, config={"partial_rotary_factor": 2.0}) == ["HS407"]
+    assert look(engine, config={"partial_rotary_factor": 1.0}) == []
 
 
 def test_an_unknown_kind(look):  # NeMo Automodel PR#2399: taken for another kind
