@@ -103,7 +103,8 @@ def emit(
 
     Returns
     -------
-    The keys, to be merged into the draft's ``config.json``, and problems: HS304, HS401, HS402, HS404, HS405, HS410, HS412, HS603.
+    The keys, to be merged into the draft's ``config.json``, and problems: HS304, HS401, HS402, HS404, HS405, HS410,
+    HS412, HS603.
     """
     return emit_for(aux, config, {engine: version}, architecture=architecture, num_layers=num_layers, profile=profile)
 

@@ -1,4 +1,7 @@
-"""How many captures ``fc`` takes, as an engine reads it from a config. May import ``drafts``, ``layer_ids``, ``sizes``."""
+"""How many captures ``fc`` takes, as an engine reads it from a config.
+
+May import ``drafts``, ``layer_ids`` and ``sizes``.
+"""
 
 from __future__ import annotations
 

@@ -114,6 +114,8 @@ def inspect(
     folder, found = read_draft(draft)
     if folder is None:
         return None, problems + found
+    if version is None and profile is not None and proved is None:
+        return None, problems + found  # the version is that of a profile that cannot be read
     rules = _attempt(lambda: rules_for(engine, version, folder, facts, proved), problems)
     if rules is None or facts is None:
         return None, problems + found

@@ -26,6 +26,9 @@ _READ_BY = {_TOP: "vllm", _NESTED: "sglang", "eagle_config.layer_ids": "vllm"}
 """Places of EAGLE-3 layer ids, and the engine whose numbers stand there in a folder that is written for both."""
 
 
+_MOST = 10**9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedBy:
     """What feeds a draft: an engine by its rows, and a target.
@@ -127,7 +130,8 @@ def _stated(draft: Draft, row: DraftRow, problems: list[Problem]) -> tuple[dict[
             continue
         if (wrong := _wrong(value)) is not None:
             code, place, got, expected = wrong
-            problems.append(problem(code, where=draft.at(f"{path}{place}"), got=got, expected=expected))
+            fix = "write the ids as a list of whole numbers, as the engine counts layers (docs/engines.md)"
+            problems.append(problem(code, where=draft.at(f"{path}{place}"), got=got, expected=expected, fix=fix))
             broken = True
         else:
             lists[path] = tuple(value)
@@ -141,7 +145,9 @@ def _wrong(value: Any) -> tuple[str, str, str, str] | None:
         if type(x) is not int:
             return "HS603", f"[{i}]", repr(x)[:100], "an integer"
         if x < 0:
-            return "HS304", f"[{i}]", str(x), "0 or more: a negative id is dropped or counts from the end"
+            return "HS304", f"[{i}]", repr(x)[:100], "0 or more: a negative id is dropped or counts from the end"
+        if x > _MOST:
+            return "HS304", f"[{i}]", "a number of more than 9 digits", "the number of a layer"
     return None
 
 
@@ -167,8 +173,9 @@ def _meaning(captures: CaptureRow, key: IdKey, ids: Sequence[int], num_layers: i
 def _check_agreement(draft: Draft, lists: Mapping[str, tuple[int, ...]], by: FedBy, problems: list[Problem]) -> None:
     """Two lists may differ as numbers if each means the same to the engine that looks there.
 
-    The same numbers for two engines that make different layers of them are a warning. What a list means to an engine that does not know the target cannot be compared: a warning. So is what another
-    engine's newest version makes of its list, where an older one that is known makes of it what this engine does.
+    The same numbers for two engines that make different layers of them are a warning. What a list means to an engine
+    that does not know the target cannot be compared: a warning. So is what another engine's newest version makes of its
+    list, where an older one that is known makes of it what this engine does.
     """
     here = {path: ids for path, ids in lists.items() if path in _READ_BY and ids}
     same = len(set(here.values())) < 2

@@ -76,7 +76,8 @@ def max_positions(draft: Draft, row: DraftRow, problems: list[Problem]) -> int |
     if type(value) is not int or not 0 < value < 2**53:
         where = draft.at(f"{draft.decoder_prefix}{_POSITIONS}")
         got = "null" if value is None else repr(value)[:100]
-        problems.append(problem("HS603", where=where, got=got, expected="an integer above 0"))
+        fix = "write the number of positions as the draft was trained"
+        problems.append(problem("HS603", where=where, got=got, expected="an integer above 0", fix=fix))
         return None
     if found.owner is not None:
         problems.append(named(draft, _POSITIONS, found, "HS407"))

@@ -84,10 +84,12 @@ def _from_config(outer: Mapping[str, Any], path: Path) -> TargetFacts:
             problem("HS410", where=f"{path}: model_type", got=reason, expected="one residual stream", fix=fix)
         )
     problems: list[Problem] = []
-    for key in _STREAM_KEYS:
-        for config in (outer, text) if text is not outer else (outer,):
-            if (streams := config.get(key)) is not None and type(streams) is not int:
-                problems.append(_field(path, key, streams, "an integer: the number of residual streams"))
+    problems += [
+        _field(path, key, streams, "an integer: the number of residual streams")
+        for key in _STREAM_KEYS
+        for config in ((outer,) if text is outer else (outer, text))
+        if (streams := config.get(key)) is not None and type(streams) is not int
+    ]
     model_type = text.get("model_type")
     defaults = family_defaults(model_type) if isinstance(model_type, str) else {}
     sizes: list[int] = []

@@ -175,7 +175,7 @@ def _missing(draft: Draft, row: DraftRow, weight: _Weight, used: set[str], title
     got = "no such weight"
     last = weight.name.split(".", 1)[1] if weight.name.startswith(row.layer_names[0]) else weight.name
     if alike := sorted(
-        n for n in draft.shapes or () if n.endswith(last) and n not in used and norm_weight_owner(n) is None
+        n for n in draft.shapes or () if f".{n}".endswith(f".{last}") and n not in used and norm_weight_owner(n) is None
     )[:2]:
         got += f"; the folder has {', '.join(alike)}, which {title} does not load for it"
     shape = _shape(weight)
@@ -219,11 +219,35 @@ def _unknown(draft: Draft, row: DraftRow, options: DraftOptions, used: set[str],
             expected = "weights that it loads"
             yield _problem("HS411", f"{draft.where}: {name}", got, expected, fix, Severity.WARNING)
             continue
+        if (twin := _twin(name, used, row)) is not None:  # both are renamed to one parameter, and both are loaded
+            got = f"a weight for which the folder has {twin}, too: {title} loads both into one, the last that it meets"
+            fix = "leave one of them"
+            yield _problem("HS411", f"{draft.where}: {name}", got, "one weight for each parameter", fix)
+            continue
         got = f"a weight that {title} {'drops without a word' if dropped else 'fails to load'}"
         inside = name.rpartition("model.")[2].startswith((*row.layer_names, "midlayer.", "layers.", "fc."))
         severity = Severity.ERROR if inside or not dropped else Severity.WARNING
         fix = "export the weights that the engine loads, under its names"
         yield _problem("HS411", f"{draft.where}: {name}", got, "weights of the names that it loads", fix, severity)
+
+
+def _twin(name: str, used: set[str], row: DraftRow) -> str | None:
+    """Return the weight that is loaded into the same parameter under another name."""
+    return next((n for n in sorted(used) if n != name and _parameter(n, row) == _parameter(name, row)), None)
+
+
+def _parameter(name: str, row: DraftRow) -> str:
+    """Return one name for all names of a parameter.
+
+    vLLM 0.32.0 model_executor/models/llama_eagle3.py (hf_to_vllm_mapper), SGLang 0.5.23 models/llama_eagle3.py
+    (legacy_name_map).
+    """
+    for prefix in row.weight_prefixes:
+        name = name.removeprefix(prefix)
+    for layer in row.layer_names:
+        if name.startswith(f"{layer}."):
+            return f"{row.layer_names[0]}.{name.removeprefix(f'{layer}.')}"
+    return name
 
 
 def _shape(weight: _Weight) -> str:

@@ -14,6 +14,13 @@ from hsformat.engines import ENGINES
 from hsformat.engines.document import engines_document
 from hsformat.testing import build_store
 
+STATED = {
+    "hsformat_custom_layout": "1", "name": "ours", "version": "7", "aux": ["d2", "d15", "d27"],
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+    "later_layers_norm": "input_layernorm", "attention": "llama", "attention_bias": False, "output_bias": False,
+    "mlp_bias": False, "fc_bias": False,
+    "embedding": "target", "head": "own", "shift": {"token": 1, "position": 0, "distribution": 1, "target": 2},
+}  # fmt: skip
 TOP = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -84,6 +91,36 @@ def test_exit_codes(cli, folders, tmp_path, changes, options, expected):
     assert (
         cli("layout", tmp_path / "absent", "--engine", "vllm", "--engine-version", "0.32.0", "--target", target)[0] == 2
     )
+
+
+@pytest.mark.parametrize("which", ["draft", "target"])
+@pytest.mark.parametrize("name", ["\ud800", "A\nerror HS999 x", "A\u202eB", "A\x1b[2J"])
+def test_names_that_are_no_text_for_people(cli, folders, tmp_path, which, name):
+    """A custom layout takes every architecture; half a character is refused where it is read."""
+    draft, target = folders
+    if which == "draft":
+        write_draft(draft, draft_config(architectures=[name]))
+    else:
+        write_target(target, target_config(architectures=[name]))
+    (tmp_path / "custom.json").write_text(json.dumps(STATED))
+    known = ("--engine", "vllm", "--engine-version", "0.32.0")
+    for engine in (known, ("--engine", f"custom:{tmp_path / 'custom.json'}")):
+        words = ("layout", draft, *engine, "--target", target)
+        code, out, _ = cli(*words)
+        assert code == (1 if name == "\ud800" else 2 if engine == known else 0), out
+        assert not any(line.startswith("error HS999") for line in out.splitlines())
+        assert all(c.isprintable() for c in out.replace("\n", ""))
+        code, out, _ = cli(*words, "--format", "json")
+        assert json.loads(out)["exit_code"] == code
+
+
+def test_a_path_that_is_no_text(tmp_path):
+    """The system's file names are bytes."""
+    words = ["layout", "--engine", "vllm", "--engine-version", "0.32.0", "--target", tmp_path, b"no\xff\xfetext"]
+    run = subprocess.run([sys.executable, "-m", "hsformat", *words], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert "HS602" in run.stderr
 
 
 def test_no_version_is_refused_with_what_is_known(cli, folders):

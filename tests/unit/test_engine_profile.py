@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from draft_folders import draft_config, draft_weights, target_config, write_draft, write_target
 
+from hsformat.digests import digest_json
 from hsformat.engines import EngineProfile, inspect, load_profile, resolve, save_profile
 from hsformat.engines.custom import CustomLayout, load_custom
 from hsformat.engines.table import capture_row, draft_row
@@ -75,6 +76,8 @@ def test_a_profile_that_was_edited_is_refused(tmp_path, folders):
     assert [p.code for p in e.value.problems] == ["HS504"]
     _, problems = inspect("vllm", **folders, version=NEW, profile=path)
     assert "HS504" in [p.code for p in problems]
+    _, problems = inspect("vllm", **folders, profile=path)
+    assert [p.code for p in problems] == ["HS504"]  # and not that a version is missing, which is the profile's
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,16 @@ def test_a_profile_of_another_form(tmp_path, change, code):
     with pytest.raises(ForeignFileError) as e:
         load_profile(path)
     assert {p.code for p in e.value.problems} == {code}
+
+
+@pytest.mark.parametrize("deepest", ["N+5", "N//2+2", "40", "9" * 5000])
+def test_a_profile_of_layers_that_no_target_has(tmp_path, folders, deepest):
+    data = profile().to_json()
+    data["captures"]["deepest"] = deepest
+    digest = digest_json(data)
+    (tmp_path / "p.json").write_text(json.dumps({**data, "digest": digest}))
+    layout, problems = inspect("vllm", **folders, profile=tmp_path / "p.json")
+    assert (layout, {p.code for p in problems}) == (None, {"HS603"})
 
 
 def test_no_profile(tmp_path):

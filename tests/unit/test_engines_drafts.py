@@ -91,6 +91,28 @@ def test_a_broken_safetensors_header(look, content):
     assert (look.layout.embedding, look.layout.head, look.layout.vocab_map) == ("unknown",) * 3
 
 
+def test_a_folder_in_the_place_of_the_weights(look):
+    assert look() == []
+    (look.draft / "model.safetensors").unlink()
+    (look.draft / "model.safetensors").mkdir()
+    assert look() == ["HS602"]
+    assert look.problems[0].got == "a folder"
+
+
+def test_half_a_character(look):
+    """JSON can spell what no output can print."""
+    assert look() == []
+    text = (look.draft / "config.json").read_text()
+    (look.draft / "config.json").write_text(text.replace("LlamaForCausalLMEagle3", "\\ud800"))
+    assert look() == ["HS602"]
+    (look.draft / "config.json").write_text(text)
+    raw = (look.draft / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = raw[8 : 8 + length].replace(b"midlayer.hidden_norm.weight", b"midlayer.\\ud800")
+    (look.draft / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+    assert look() == ["HS602"]
+
+
 def test_no_weights_and_pickled_weights(look):
     assert look() == []
     (look.draft / "model.safetensors").rename(look.draft / "weights")
@@ -146,6 +168,23 @@ def test_other_names(look):
     assert set(look(VLLM)) == {"HS411"}
     head = draft_weights().pop("lm_head.weight")
     assert look(SGLANG, weights=draft_weights(**{"lm_head.weight": None, "model.lm_head.weight": head})) == ["HS411"]
+
+
+def test_what_is_named_for_a_prefixed_weight(look):
+    """Not another one whose name ends with the same letters."""
+    prefixed = {(f"model.{k}" if k[0] not in "dt" and "lm_head" not in k else k): v for k, v in draft_weights().items()}
+    look(VLLM, weights=prefixed)
+    (norm,) = [p for p in look.problems if p.where == f"{look.draft}: norm.weight"]
+    assert "the folder has model.norm.weight, which" in norm.got
+
+
+@BOTH
+def test_one_parameter_under_two_names(look, engine):
+    """Both engines rename the first layer, so that one weight overwrites the other."""
+    both = draft_weights() | {k: v for k, v in draft_weights(layer="layers.0").items() if k.startswith("layers.0.")}
+    assert set(look(engine, weights=both)) == {"HS411"}
+    assert all("the folder has midlayer." in p.got for p in look.problems)
+    assert all("drops" not in p.got and "fails to load" not in p.got for p in look.problems)
 
 
 def test_a_weight_that_nothing_takes(look):
@@ -536,6 +575,7 @@ def test_a_share_of_the_head(look):  # speculators#613, #738
 @pytest.mark.parametrize("value", ["2048", 0, True])
 def test_a_limit_that_is_no_number(look, value):
     assert look(config={"max_position_embeddings": value}) == ["HS603"]
+    assert all("format that is listed" not in p.fix for p in look.problems)
 
 
 def test_the_json_of_a_layout(look):

@@ -191,7 +191,8 @@ def test_order_and_duplicates(look):
 @pytest.mark.parametrize(
     ("ids", "code"),
     [([2, 15, "27"], "HS603"), ([2, 15.0, 27], "HS603"), ([2, 15, True], "HS603"), ([2, 15, None], "HS603"),
-     ("2,15,27", "HS603"), ({"2": 1}, "HS603"), ([2, 15, -3], "HS304")],
+     ("2,15,27", "HS603"), ({"2": 1}, "HS603"), ([2, 15, -3], "HS304"), ([2, 15, int("9" * 4299)], "HS304"),
+     ([2, 15, int("9" * 4300)], "HS304")],
 )  # fmt: skip
 @pytest.mark.parametrize("engine", ["vllm 0.32.0", "sglang 0.5.23"])
 def test_ids_that_are_no_list_of_integers(look, engine, ids, code):
@@ -199,6 +200,7 @@ def test_ids_that_are_no_list_of_integers(look, engine, ids, code):
     assert keys is None
     assert set(errors) == {code}
     assert len(errors) == 2
+    assert all("format that is listed" not in p.fix and len(str(p)) < 1000 for p in look.problems)
 
 
 def test_an_empty_list_is_no_list(look):
