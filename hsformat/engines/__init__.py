@@ -11,6 +11,7 @@
 ``filled``, ``sizes``          what a config class fills in; sizes, stated or filled in
 ``layer_ids``, ``fc_inputs``, ``options``, ``positions``, ``vocabulary``, ``weights``, ``sharing``   one part each
 ``inspection``                 all parts: what an engine will do with a draft
+``matching``                   the ids with which data would fit
 ``emission``                   the config keys that make an engine do what is asked
 ``words``                      layouts in plain words, and the tables as a document
 """

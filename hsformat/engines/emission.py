@@ -15,10 +15,10 @@ from pydantic import Field, model_validator
 from hsformat.engines.drafts import draft_of
 from hsformat.engines.fc_inputs import check_skipped_fc, fc_captures
 from hsformat.engines.ids import capturable, fed, ids_of
-from hsformat.engines.layer_ids import FedBy, fed_depths
+from hsformat.engines.layer_ids import FedBy, fed_depths, shared_key
 from hsformat.engines.options import NORMS, read_options
 from hsformat.engines.profile import EngineProfile
-from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, OptionRule, parse_depth
+from hsformat.engines.rows import CaptureRow, DraftRow, OptionRule, parse_depth
 from hsformat.engines.sizes import read_sizes
 from hsformat.engines.table import ENGINES, capture_row, draft_row, engine_of
 from hsformat.layout import AuxInput, parse_capture_key
@@ -161,12 +161,12 @@ def emit_for(
                 engine=engine, version=engines[engine], row=row, captures=captures, architecture=architecture,
                 num_layers=num_layers, profile=profile, versions=engines,
             )  # fmt: skip
-            found = _read_back(keys, inputs, config, by)
-            problems += [p for p in found if p not in problems]  # of sizes, what is wrong for one is for all
+            back = _read_back(keys, inputs, config, by)
+            problems += [p for p in back if p not in problems]  # of sizes, what is wrong for one is for all
     return (None, problems) if problems else (keys, [])
 
 
-def _inputs(aux: Aux, num_layers: int, problems: list[Problem]) -> list[AuxInput]:
+def _inputs(aux: Sequence[object], num_layers: int, problems: list[Problem]) -> list[AuxInput]:
     out = []
     for i, given in enumerate(aux):
         where = f"aux[{i}]"
@@ -227,7 +227,9 @@ def _layers(
         expected = f"depths that a list of ids can stand for ({captures.rule.replace('_', ' ')})"
         problems.append(problem("HS401", where="aux", got=_shown(depths), expected=f"{expected} in {title}", fix=fix))
         return {}
-    key = _shared_key(row)
+    key = shared_key(row)
+    if key is None:
+        raise ValueError(f"a row of {title} whose readers have no place in common")  # a defect of the tables
     out: dict[str, Any] = {}
     section, _, name = key.path.rpartition(".")
     listed: dict[str, Any] = {name: [i - key.plus for i in ids]}
@@ -239,11 +241,6 @@ def _layers(
         expected = f"{row.count_default}, for which {title} makes fc whatever the config says"
         problems.append(problem("HS402", where="aux", got=len(ids), expected=expected, fix=fix))
     return out
-
-
-def _shared_key(row: DraftRow) -> IdKey:
-    """Return the first place that every reader of an engine looks into."""
-    return next(key for key in row.readers[0].keys if all(key in reader.keys for reader in row.readers))
 
 
 def _norms(config: DraftConfig, row: DraftRow, title: str, problems: list[Problem]) -> dict[str, Any]:

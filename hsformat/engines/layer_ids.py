@@ -19,7 +19,7 @@ from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, parse_d
 from hsformat.engines.table import ENGINES, capture_row, known_versions
 from hsformat.problems import Problem, ResolveError, Severity, problem
 
-__all__ = ["FedBy", "FedDepths", "fed_depths"]
+__all__ = ["FedBy", "FedDepths", "fed_depths", "shared_key"]
 
 _TOP, _NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids"
 _READ_BY = {_TOP: "vllm", _NESTED: "sglang", "eagle_config.layer_ids": "vllm"}
@@ -112,6 +112,11 @@ def fed_depths(draft: Draft, by: FedBy, problems: list[Problem]) -> FedDepths:
             problem("HS401", where=where, got=listed, expected=expected, fix=fix, severity=Severity.WARNING)
         )
     return FedDepths(depths=tuple(got), stated=first.path is not None)
+
+
+def shared_key(row: DraftRow) -> IdKey | None:
+    """Return the first place that every reader of an engine looks into."""
+    return next((key for key in row.readers[0].keys if all(key in reader.keys for reader in row.readers)), None)
 
 
 def _fed(captures: CaptureRow, asked: Sequence[int]) -> tuple[int, ...]:

@@ -59,6 +59,11 @@ def read_options(draft: Draft, row: DraftRow, title: str, problems: list[Problem
     for name in NORMS:
         rule: OptionRule = getattr(row, name)
         asked = [path for path in _places(name) if lookup(draft.config, path) is True]
+        nulls = [key for key in rule.keys if rule.default and lookup(draft.config, key) is None]
+        if nulls:
+            got = f"null, which {title} takes for false; left out it is true ({_MEANING[name]})"
+            fix = f"write {nulls[0]}: true, or false, as the draft was trained"
+            problems.append(_mismatch(draft.at(nulls[0]), got, "true or false", fix, Severity.WARNING))
         if asked and not applied[name]:
             looks = f"it looks at {', '.join(rule.keys)}" if rule.keys else "it has no such option"
             fix = (

@@ -82,6 +82,8 @@ def check_weights(
             problems.append(_missing(draft, row, weight, used, title))
         elif (wrong := _shape_problem(draft, sizes, weight, name, captures, fed)) is not None:
             problems.append(wrong)
+    shared = (find_weight(draft, row, EMBEDDING), find_weight(draft, row, HEAD))
+    problems += [wrong for n in (*sorted(used), *shared) if n and (wrong := _dtype_problem(draft, n)) is not None]
     # Later layers have both norms as modules and use one of them.
     used |= {f"layers.{i}.{n}.weight" for i in range(1, sizes.num_layers) for n in ("hidden_norm", "input_layernorm")}
     return problems + list(_unknown(draft, row, options, used, title))
@@ -202,6 +204,16 @@ def _shape_problem(
             fix = "config and weights are of different models, or the draft is of another target"
             return _problem("HS409", where, str(list(shape)), expected, fix)
     return _problem("HS411", where, str(list(shape)), expected, "config and weights are of different models")
+
+
+def _dtype_problem(draft: Draft, name: str) -> Problem | None:
+    """Return HS411 for a dtype that is no float of 16 bits or more: loaders copy its numbers without their scales."""
+    info = draft.tensors.get(name)
+    if info is None or info.numpy_dtype is not None:
+        return None
+    fix = "export the weights as bfloat16, or state the quantization_config by which they are read"
+    expected = "BF16, F16, F32 or F64 in a draft without quantization_config"
+    return _problem("HS411", f"{draft.where}: {name}", f"dtype {info.dtype}", expected, fix)
 
 
 def _unknown(draft: Draft, row: DraftRow, options: DraftOptions, used: set[str], title: str) -> Iterator[Problem]:

@@ -181,6 +181,26 @@ def test_a_store_is_validated_for_a_draft(store, tmp_path):
     assert {p["code"] for p in report["problems"]} == {"HS402", "HS401", "HS404"}
 
 
+@pytest.mark.parametrize(
+    ("engine", "version", "ids", "said"),
+    [("vllm", "0.32.0", [0, 1, 2], f"write ids [1, 2, 3] to {TOP}"),
+     ("sglang", "0.5.23", [1, 2], None)],  # another number of them: the draft is another one
+)  # fmt: skip
+def test_ids_that_would_match_the_data(cli, store, tmp_path, engine, version, ids, said):  # vllm PR#43671
+    config = json.loads((tmp_path / "d/config.json").read_text())
+    if engine == "vllm":
+        config |= {TOP: ids, "eagle_config": {}}
+    else:
+        config["eagle_config"] = {TOP: ids}
+    config["num_aux_hidden_states"] = len(ids)
+    (tmp_path / "d/config.json").write_text(json.dumps(config))
+    words = ("validate", store, "--draft", tmp_path / "d", "--engine", engine, "--engine-version", version)
+    problems = json.loads(cli(*words, "--format", "json")[1])["problems"]
+    fixes = [p["fix"] for p in problems if p["code"] == "HS401" and "layout.aux" in p["where"]]
+    (fix,) = fixes
+    assert (said in fix) if said else ("write ids" not in fix)
+
+
 def test_validation_for_a_draft_by_the_command_line(cli, store, tmp_path):
     draft = ("--draft", tmp_path / "d", "--engine", "vllm")
     assert cli("validate", store, *draft, "--engine-version", "0.32.0")[0] == 0

@@ -187,6 +187,19 @@ def test_a_statement_of_another_form(custom, change):
     assert custom(**change) == (None, ["HS603"])
 
 
+def test_a_name_that_stands_twice(tmp_path, folders):
+    """One reader takes the first, another the last."""
+    text = json.dumps(STATED)
+    (tmp_path / "x.json").write_text(text.replace('"name"', '"name": "theirs", "name"'))
+    assert [p.code for p in inspect(f"custom:{tmp_path / 'x.json'}", **folders)[1]] == ["HS602"]
+    save_profile(profile(), tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    (tmp_path / "p.json").write_text(text.replace('"engine"', '"engine": "sglang", "engine"'))
+    with pytest.raises(ForeignFileError) as e:
+        load_profile(tmp_path / "p.json")
+    assert [p.code for p in e.value.problems] == ["HS602"]
+
+
 def test_a_version_beside_a_stated_layout(custom, tmp_path, folders):
     """It has to be the file's."""
     assert custom()[1] == []

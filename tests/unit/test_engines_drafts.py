@@ -237,6 +237,18 @@ def test_of_a_quantised_draft_norms_and_fc_are_checked(look, engine):
         assert look(engine, config=fp8, weights=draft_weights(**{name: np.ones(H + 1, np.float32)})) == ["HS409"]
 
 
+@BOTH
+@pytest.mark.parametrize("name", ["midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight", "fc.weight"])
+def test_a_weight_that_is_no_float(look, engine, name):
+    """Loaders copy its numbers; what scales them is not there."""
+    weights = draft_weights()
+    weights[name] = weights[name].astype(np.int8)
+    assert look(engine, weights=weights) == ["HS411"]
+    assert look.problems[0].got == "dtype I8"
+    weights[name] = weights[name].astype(np.float16)
+    assert look(engine, weights=weights) == []
+
+
 def test_an_empty_quantization_config_is_none(look):
     assert look(config={"quantization_config": {}}, weights=draft_weights(**{"fc.weight": None})) == ["HS411"]
     assert look.warnings == []
@@ -413,6 +425,10 @@ def test_the_speculators_layout(look, tmp_path):
     assert run(norm_before_residual=...) == []
     assert look.layout.norm_before_residual  # vLLM's default in this layout, which the plain layout has not
     assert look.warnings == ["HS405"]
+    assert run(norm_before_residual=None) == []
+    assert not look.layout.norm_before_residual  # vLLM asks by get with a default, which null is not
+    assert look.warnings == ["HS405"]
+    assert "null" in look.problems[0].got
     assert run(**{TOP: ...}) == ["HS403"]
     assert run(**{TOP: [2, 15, 27, 28]}) == ["HS402"]  # vllm#54526: fc is made for three
     weights = draft_weights(layer="layers.0", captures=4)
