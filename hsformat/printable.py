@@ -22,10 +22,13 @@ _WORD_ENDS: Final = (150, 50)
 _TEXT_ENDS: Final = (3000, 1000)
 
 
-def printable(text: str) -> str:
+def printable(text: str, *, quoting: bool = False) -> str:
     r"""Return a text with control characters, marks of direction and halves of characters escaped.
 
-    A line end stays where four spaces follow it: a line that is quoted.
+    Parameters
+    ----------
+    quoting
+        A line end stays where four spaces follow it: a line that is quoted, of an engine's log.
 
     Examples
     --------
@@ -34,7 +37,8 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return _QUOTED.join("".join(map(_escaped, line)) for line in text.split(_QUOTED))
+    lines = text.split(_QUOTED) if quoting else [text]
+    return _QUOTED.join("".join(map(_escaped, line)) for line in lines)
 
 
 def shortened(text: str, *, words: bool) -> str:

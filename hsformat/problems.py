@@ -328,7 +328,7 @@ def problem(
         code=code,
         severity=info.severity if severity is None else severity,
         where=printable(shortened(where, words=False)),
-        got=printable(shortened(str(got), words=True)),
+        got=printable(shortened(str(got), words=True), quoting=True),
         expected=printable(shortened(str(expected), words=True)),
         fix=printable(shortened(info.fix if fix is None else fix, words=False)),
         record=record,

@@ -114,13 +114,16 @@ def test_names_that_are_no_text_for_people(cli, folders, tmp_path, which, name):
         assert json.loads(out)["exit_code"] == code
 
 
-def test_a_path_that_is_no_text(tmp_path):
+def test_a_path_that_is_no_text(folders, tmp_path):
     """The system's file names are bytes."""
-    words = ["layout", "--engine", "vllm", "--engine-version", "0.32.0", "--target", tmp_path, b"no\xff\xfetext"]
-    run = subprocess.run([sys.executable, "-m", "hsformat", *words], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "Traceback" not in run.stderr
-    assert "HS602" in run.stderr
+    _, target = folders
+    draft = write_draft(tmp_path / "no\udcff text")
+    known = ("--engine", "vllm", "--engine-version", "0.32.0", "--target", target)
+    for words, code in (((draft,), 0), ((draft / "absent", "--format", "json"), 2)):
+        command = [sys.executable, "-m", "hsformat", "layout", *words, *known]
+        run = subprocess.run(command, capture_output=True, check=False)
+        assert (run.returncode, run.stderr) == (code, b"")
+        assert rb"\udcff text" in run.stdout
 
 
 def test_no_version_is_refused_with_what_is_known(cli, folders):

@@ -6,9 +6,11 @@ import io
 import sys
 
 import pytest
+from factories import tiny_contract, tiny_record
 
 from hsformat.printable import accept_all_text
 from hsformat.problems import problem
+from hsformat.testing import build_store
 
 
 @pytest.mark.parametrize("field", ["where", "got", "expected", "fix"])
@@ -45,3 +47,11 @@ def test_a_stream_takes_what_its_encoding_lacks(monkeypatch):
     accept_all_text()
     print("\ud800 é", file=out, flush=True)
     assert out.buffer.getvalue() == b"\\ud800 \\xe9\n"
+
+
+def test_a_name_in_a_store_makes_no_line_of_its_own(cli, tmp_path):
+    contract = tiny_contract(target={"name": "A\n    B\nerror HS999 x"})
+    build_store(tmp_path / "x.hs.zarr", contract, [tiny_record(contract)])
+    code, out, _ = cli("info", tmp_path / "x.hs.zarr")
+    assert code == 0
+    assert "A\\n    B\\nerror HS999 x" in out
