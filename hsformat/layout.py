@@ -26,7 +26,8 @@ __all__ = [
     "parse_capture_key",
 ]
 
-_KEY = re.compile(r"d(0|[1-9][0-9]*)(n?)\Z")
+_KEY = re.compile(r"d(0|[1-9][0-9]{0,8})(n?)\Z")
+"""Nine digits: beyond every model, and a number of thousands of digits is an error of Python's own."""
 
 CaptureKey = Annotated[str, Field(pattern=r"^d(0|[1-9][0-9]*)n?$")]
 
@@ -46,7 +47,8 @@ def parse_capture_key(key: str) -> tuple[int, bool]:
     """
     m = _KEY.match(key)
     if m is None:
-        raise ValueError(f"not a capture key: {key!r}; expected d<depth> or d<depth>n, for example d15 or d30n")
+        shown = key if len(key) <= 40 else f"{key[:40]}..."
+        raise ValueError(f"not a capture key: {shown!r}; expected d<depth> or d<depth>n, for example d15 or d30n")
     return int(m[1]), bool(m[2])
 
 

@@ -1,8 +1,8 @@
 """Problems: what hsformat finds wrong, and the one table of their codes.
 
 A :class:`Problem` is one finding. Every check of this package returns problems, all of them; the
-exceptions of this package carry them in ``.problems``. This module imports nothing of hsformat, so that every
-other module may use it. To add a code: add a row to :data:`CODES`, its failing case to the tests, and run
+exceptions of this package carry them in ``.problems``. This module imports ``printable`` alone of hsformat, so that
+every other module may use it. To add a code: add a row to :data:`CODES`, its failing case to the tests, and run
 ``make docs``, which rewrites ``docs/problems.md`` from the table.
 """
 
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
+
+from hsformat.printable import printable, shortened
 
 __all__ = [
     "CODES",
@@ -278,6 +280,7 @@ class Problem:
 
     def at(self, outer: str) -> Problem:
         """Return the same problem with its place inside ``outer``."""
+        outer = printable(outer)
         where = f"{outer}: {self.where}" if self.where else outer
         return Problem(
             code=self.code,
@@ -313,6 +316,8 @@ def problem(
 ) -> Problem:
     """Make a :class:`Problem`; severity and fix default to what the code table says.
 
+    What stands in files may be in the texts: control characters are escaped, and what is long is cut.
+
     Raises
     ------
     KeyError
@@ -322,10 +327,10 @@ def problem(
     return Problem(
         code=code,
         severity=info.severity if severity is None else severity,
-        where=where,
-        got=str(got),
-        expected=str(expected),
-        fix=info.fix if fix is None else fix,
+        where=printable(shortened(where, words=False)),
+        got=printable(shortened(str(got), words=True), quoting=True),
+        expected=printable(shortened(str(expected), words=True)),
+        fix=printable(shortened(info.fix if fix is None else fix, words=False)),
         record=record,
     )
 

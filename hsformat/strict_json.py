@@ -1,17 +1,20 @@
 """JSON that every reader understands alike; anything else is an error with its place.
 
 ``json.loads`` takes NaN for a number, 1e999 for infinity, and of a name that stands twice in one object the last value,
-where another reader takes the first. Imports nothing of hsformat.
+where another reader takes the first, and half a character as an escape for a text. Imports nothing of hsformat.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from typing import Any, NoReturn
 
 __all__ = ["parse_json"]
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str) -> Any:
@@ -22,11 +25,17 @@ def parse_json(text: str) -> Any:
     json.JSONDecodeError
         It is no JSON, with the place.
     ValueError
-        A name twice in one object, a number that is not finite, or an integer of thousands of digits.
+        A name twice in one object, a number that is not finite, an integer of thousands of digits, or half a character.
     RecursionError
         It is nested too deep.
     """
-    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+    value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise ValueError("a lone surrogate escape (half a character)") from e
+    return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

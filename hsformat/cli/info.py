@@ -11,6 +11,7 @@ import typer
 from hsformat.cli.options import Format
 from hsformat.cli.output import echo_problems, human_bytes, json_errors
 from hsformat.contract import Contract
+from hsformat.printable import printable
 from hsformat.problems import ResolveError, exit_code
 
 __all__ = ["info", "open_to_describe"]
@@ -137,4 +138,4 @@ def _text(facts: dict[str, Any]) -> str:
     lines += ["    " + "  ".join(t.ljust(w) for t, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     lines.append(f"    numbers as seen in {'; '.join(facts['numbers_of'].values())}")
     lines += [f"    {remark}" for c in facts["captures"] for remark in c["remarks"]]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

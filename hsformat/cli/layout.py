@@ -9,6 +9,7 @@ import typer
 
 from hsformat.cli.options import Format
 from hsformat.cli.output import echo_problems, json_errors
+from hsformat.printable import printable
 from hsformat.problems import ExitCode, Problem, Severity, exit_code
 
 __all__ = ["layout"]
@@ -75,11 +76,13 @@ def _print(
     from hsformat.engines.words import layout_lines
 
     if found is None:
-        typer.echo(f"{draft}: what {' '.join(filter(None, (engine, version)))} does with it cannot be told")
+        typer.echo(printable(f"{draft}: what {' '.join(filter(None, (engine, version)))} does with it cannot be told"))
     else:
         typer.echo(
-            f"{draft}: {found.engine} {found.version} with {found.architecture} of {found.num_layers} layers "
-            f"({found.evidence})"
+            printable(
+                f"{draft}: {found.engine} {found.version} with {found.architecture} of {found.num_layers} layers "
+                f"({found.evidence})"
+            )
         )
         typer.echo("\n".join(layout_lines(found)))
     for other in others:

@@ -1,4 +1,7 @@
-"""What all commands share: printing problems, and turning errors into exit codes. May import ``problems``."""
+"""What all commands share: printing problems, and turning errors into exit codes.
+
+May import ``problems`` and ``printable``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 import typer
 
+from hsformat.printable import accept_all_text
 from hsformat.problems import ExitCode, HsError, NothingToOpen, Problem, Severity, exit_code
 
 __all__ = ["echo_problems", "guarded", "human_bytes", "json_errors"]
@@ -18,6 +22,7 @@ __all__ = ["echo_problems", "guarded", "human_bytes", "json_errors"]
 
 def guarded(run: Callable[[], Any]) -> int:
     """Run a command and return its exit code; errors of hsformat and of the system are printed, not raised."""
+    accept_all_text()
     try:
         run()
     except SystemExit as e:  # typer ends every command so

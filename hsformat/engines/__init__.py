@@ -9,8 +9,9 @@
 ``numbering``                  from one capture to an engine's number and back
 ``targets``, ``drafts``        what is read of a target and of a draft folder
 ``filled``, ``sizes``          what a config class fills in; sizes, stated or filled in
-``layer_ids``, ``options``, ``positions``, ``vocabulary``, ``weights``, ``sharing``   one part of a draft each
+``layer_ids``, ``fc_inputs``, ``options``, ``positions``, ``vocabulary``, ``weights``, ``sharing``   one part each
 ``inspection``                 all parts: what an engine will do with a draft
+``matching``                   the ids with which data would fit
 ``emission``                   the config keys that make an engine do what is asked
 ``words``                      layouts in plain words, and the tables as a document
 """

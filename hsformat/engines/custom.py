@@ -17,6 +17,7 @@ from hsformat.engines.rows import DraftRow, IdReader, Loading, OptionRule
 from hsformat.layout import AuxInput, CaptureKey, Shift, parse_capture_key
 from hsformat.models import FromList, Frozen
 from hsformat.problems import ForeignFileError, NothingToOpen, Problem, problem
+from hsformat.strict_json import parse_json
 
 __all__ = ["PREFIX", "CustomLayout", "load_custom"]
 
@@ -78,6 +79,8 @@ class CustomLayout(Frozen):
     def _once(cls, aux: tuple[str, ...]) -> tuple[str, ...]:
         if not aux:
             raise ValueError("no capture is named")
+        for key in aux:
+            parse_capture_key(key)  # the pattern has no end of digits
         if len(set(aux)) != len(aux):
             raise ValueError(f"a capture is named twice: {', '.join(aux)}")
         return aux
@@ -126,7 +129,7 @@ def load_custom(path: str | Path) -> CustomLayout:
         fix = "give custom: and the path of a layout (docs/guides/serving.md)"
         raise NothingToOpen(problem("HS602", where=str(file), got="no such file", expected="a custom layout", fix=fix))
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_text(encoding="utf-8"))
         return CustomLayout.model_validate_json(json.dumps(data))
     except ValidationError as e:
         raise ForeignFileError(_field_problems(e, file)) from e

@@ -7,16 +7,19 @@ else is refused, not written. May import everything of ``engines`` but ``inspect
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hsformat.engines.drafts import draft_of
+from hsformat.engines.fc_inputs import check_skipped_fc, fc_captures
 from hsformat.engines.ids import capturable, fed, ids_of
-from hsformat.engines.layer_ids import FedBy, fed_depths
+from hsformat.engines.layer_ids import FedBy, fed_depths, shared_key
 from hsformat.engines.options import NORMS, read_options
 from hsformat.engines.profile import EngineProfile
-from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, OptionRule, parse_depth
+from hsformat.engines.rows import CaptureRow, DraftRow, OptionRule, parse_depth
+from hsformat.engines.sizes import read_sizes
 from hsformat.engines.table import ENGINES, capture_row, draft_row, engine_of
 from hsformat.layout import AuxInput, parse_capture_key
 from hsformat.models import Frozen
@@ -28,6 +31,11 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 """The one name of a draft's class that both engines load."""
 
 Aux = Sequence[str | AuxInput]
+
+_LEFT_OUT: Final = {
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1, "intermediate_size": 1, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1,
+}  # fmt: skip
 
 
 class DraftConfig(Frozen):
@@ -95,7 +103,8 @@ def emit(
 
     Returns
     -------
-    The keys, to be merged into the draft's ``config.json``, and problems: HS304, HS401, HS402, HS405, HS410, HS412.
+    The keys, to be merged into the draft's ``config.json``, and problems: HS304, HS401, HS402, HS404, HS405, HS410,
+    HS412, HS603.
     """
     return emit_for(aux, config, {engine: version}, architecture=architecture, num_layers=num_layers, profile=profile)
 
@@ -117,6 +126,10 @@ def emit_for(
         Versions by engine. The others are as of :func:`emit`.
     """
     problems: list[Problem] = []
+    if type(num_layers) is not int or not 0 < num_layers < 2**31:
+        fix = "give the target's num_hidden_layers"
+        got, expected = repr(num_layers)[:100], "an integer from 1 to 2147483647"
+        return None, [problem("HS603", where="num_layers", got=got, expected=expected, fix=fix)]
     inputs = _inputs(aux, num_layers, problems)
     if not engines:
         fix = "name the engines that will serve the draft, with their versions"
@@ -145,24 +158,32 @@ def emit_for(
     if not problems:
         for engine, (captures, row) in rows.items():
             by = FedBy(
-                engine=engine, row=row, captures=captures, architecture=architecture, num_layers=num_layers,
-                profile=profile,
+                engine=engine, version=engines[engine], row=row, captures=captures, architecture=architecture,
+                num_layers=num_layers, profile=profile, versions=engines,
             )  # fmt: skip
-            problems += _read_back(keys, inputs, config, by)
+            back = _read_back(keys, inputs, config, by)
+            problems += [p for p in back if p not in problems]  # of sizes, what is wrong for one is for all
     return (None, problems) if problems else (keys, [])
 
 
-def _inputs(aux: Aux, num_layers: int, problems: list[Problem]) -> list[AuxInput]:
+def _inputs(aux: Sequence[object], num_layers: int, problems: list[Problem]) -> list[AuxInput]:
     out = []
     for i, given in enumerate(aux):
         where = f"aux[{i}]"
         if isinstance(given, AuxInput):
             x = AuxInput(depth=given.depth, norm=given.norm)
+        elif not isinstance(given, str):
+            expected, fix = (
+                "the key of a capture: d15, or d30n after the final norm",
+                "name depths, not an engine's ids",
+            )
+            problems.append(problem("HS304", where=where, got=repr(given)[:100], expected=expected, fix=fix))
+            continue
         else:
             try:
                 depth, normed = parse_capture_key(given)
             except ValueError as e:
-                problems.append(problem("HS304", where=where, got=repr(given), expected=str(e)))
+                problems.append(problem("HS304", where=where, got=repr(given)[:100], expected=str(e)))
                 continue
             x = AuxInput(depth=depth, norm="final" if normed else "none")
         if x.depth > num_layers or (x.norm == "final" and x.depth != num_layers):
@@ -206,7 +227,9 @@ def _layers(
         expected = f"depths that a list of ids can stand for ({captures.rule.replace('_', ' ')})"
         problems.append(problem("HS401", where="aux", got=_shown(depths), expected=f"{expected} in {title}", fix=fix))
         return {}
-    key = _shared_key(row)
+    key = shared_key(row)
+    if key is None:
+        raise ValueError(f"a row of {title} whose readers have no place in common")  # a defect of the tables
     out: dict[str, Any] = {}
     section, _, name = key.path.rpartition(".")
     listed: dict[str, Any] = {name: [i - key.plus for i in ids]}
@@ -218,11 +241,6 @@ def _layers(
         expected = f"{row.count_default}, for which {title} makes fc whatever the config says"
         problems.append(problem("HS402", where="aux", got=len(ids), expected=expected, fix=fix))
     return out
-
-
-def _shared_key(row: DraftRow) -> IdKey:
-    """Return the first place that every reader of an engine looks into."""
-    return next(key for key in row.readers[0].keys if all(key in reader.keys for reader in row.readers))
 
 
 def _norms(config: DraftConfig, row: DraftRow, title: str, problems: list[Problem]) -> dict[str, Any]:
@@ -277,6 +295,10 @@ def _read_back(
         return problems
     found = fed_depths(draft, by, problems)
     options = read_options(draft, row, title, problems)
+    captures = fc_captures(draft, row, found, title, problems)
+    # What the keys leave to the draft's writer is filled in: sizes that are read and are not emitted.
+    whole = draft_of({**_LEFT_OUT, **keys}, where=draft.where, problems=problems)
+    sizes = None if whole is None else read_sizes(whole, problems, row)
     wanted = tuple(x.depth for x in inputs)
     if not problems and found.depths != wanted:
         got, expected = _shown(found.depths or ()), _shown(wanted)
@@ -285,12 +307,10 @@ def _read_back(
     for name in NORMS:
         if (applied := getattr(options, name)) != (asked := getattr(config, name)) and not problems:
             problems.append(problem("HS405", where=f"{title}: {name}", got=applied, expected=asked))
-    width = config.target_hidden_size * len(inputs)
-    if row.single_capture_skips_fc and width == config.hidden_size:
-        fix = "use more than one capture"
-        got = f"captures that are together {width} wide, as the draft is: {title} leaves fc out"
-        problems.append(problem("HS402", where="aux", got=got, expected="captures that fc must narrow", fix=fix))
-    return [p for p in problems if p.severity is Severity.ERROR]
+    if sizes is not None:
+        problems += check_skipped_fc(draft, sizes, row, captures, title)
+    fix = "train with numbers in this range: a draft with others is refused when it is inspected"
+    return [replace(p, fix=fix) if p.code == "HS603" else p for p in problems if p.severity is Severity.ERROR]
 
 
 def _merge(keys: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from hsformat.engines.custom import PREFIX, CustomLayout, load_custom
-from hsformat.engines.drafts import ABSENT, MAX_COUNT, Draft, lookup, read_draft
+from hsformat.engines.drafts import Draft, read_draft
+from hsformat.engines.fc_inputs import check_skipped_fc, fc_captures
 from hsformat.engines.layer_ids import FedBy, FedDepths, fed_depths
 from hsformat.engines.options import check_layers, check_sections, read_options
 from hsformat.engines.positions import check_positions, max_positions, read_ropes
@@ -113,6 +114,8 @@ def inspect(
     folder, found = read_draft(draft)
     if folder is None:
         return None, problems + found
+    if version is None and profile is not None and proved is None:
+        return None, problems + found  # the version is that of a profile that cannot be read
     rules = _attempt(lambda: rules_for(engine, version, folder, facts, proved), problems)
     if rules is None or facts is None:
         return None, problems + found
@@ -217,14 +220,11 @@ def inspect_draft(draft: Draft, target: TargetFacts, rules: Rules) -> tuple[Serv
         return None, problems
     check_layers(draft, sizes, row, title, problems)
     problems += check_sizes(draft, sizes, target)
-    captures = _count(draft, row, fed, title, problems)
+    captures = fc_captures(draft, row, fed, title, problems)
+    problems += check_skipped_fc(draft, sizes, row, captures, title)
     ropes = read_ropes(draft, sizes, row, title, problems)
     vocabulary = read_vocabulary(draft, sizes, row, target, title, problems)
     problems += check_weights(draft, sizes, row, options, captures=captures, fed=fed.depths, title=title)
-    if row.single_capture_skips_fc and sizes.target_hidden_size * captures == sizes.hidden_size:
-        fix = "use more than one capture, or an engine that applies fc to one"
-        where, got = draft.at("hidden_size"), f"captures that are together as wide as the draft: {title} leaves fc out"
-        problems.append(problem("HS402", where=where, got=got, expected="captures that fc must narrow", fix=fix))
     embedding = embedding_of(draft, sizes, row, target, title, problems)
     head = head_of(draft, sizes, row, target, vocabulary.size, title, problems)
     if fed.depths is None:
@@ -251,8 +251,8 @@ def _fed(draft: Draft, target: TargetFacts, rules: Rules, problems: list[Problem
         if rules.captures is None:
             return FedDepths(depths=None, stated=False)
         about = FedBy(
-            engine=rules.engine, row=rules.draft, captures=rules.captures, architecture=target.architecture,
-            num_layers=target.num_layers, profile=rules.profile,
+            engine=rules.engine, version=rules.version, row=rules.draft, captures=rules.captures,
+            architecture=target.architecture, num_layers=target.num_layers, profile=rules.profile,
         )  # fmt: skip
         return fed_depths(draft, about, problems)
     n, deep = target.num_layers, False
@@ -267,34 +267,6 @@ def _fed(draft: Draft, target: TargetFacts, rules: Rules, problems: list[Problem
 def _aux(depth: int, rules: Rules, target: TargetFacts) -> AuxInput:
     normed = rules.captures is not None and rules.captures.norm == "final" and depth == target.num_layers
     return AuxInput(depth=depth, norm="final" if normed else "none")
-
-
-def _count(draft: Draft, row: DraftRow, fed: FedDepths, title: str, problems: list[Problem]) -> int:
-    """Return the number of captures that the engine makes fc take; HS402 if another number arrives."""
-    count, source = row.count_default, f"{title}'s default"
-    for path in row.count_keys:
-        value = lookup(draft.config, path)
-        if isinstance(value, list) and value:
-            value = len(value)
-        if value is ABSENT or value is None or value == []:
-            continue
-        if type(value) is not int or not 0 < value <= MAX_COUNT:
-            where, expected = draft.at(path), f"an integer from 1 to {MAX_COUNT}"
-            problems.append(problem("HS603", where=where, got=repr(value)[:100], expected=expected))
-            continue
-        count, source = value, path
-        break
-    if fed.depths is not None and len(fed.depths) != count:
-        listed = ", ".join(f"d{d}" for d in fed.depths)
-        fix = (
-            f"write {row.count_keys[0]}: {len(fed.depths)}"
-            if row.count_keys
-            else f"{title} makes fc for {count} captures whatever the config says: use {count}, or another version"
-        )
-        got = f"{len(fed.depths)} aux captures [{listed}]"
-        where, expected = draft.at("layer ids"), f"{count}, for which fc is made ({source})"
-        problems.append(problem("HS402", where=where, got=got, expected=expected, fix=fix))
-    return count
 
 
 def _custom_rules(custom: CustomLayout, draft: Draft) -> Rules:

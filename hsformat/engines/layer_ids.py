@@ -7,7 +7,7 @@ mean different layers, ids that are dropped or doubled: each is a problem. May i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from packaging.version import Version
@@ -19,23 +19,36 @@ from hsformat.engines.rows import CaptureRow, DraftRow, IdKey, IdReader, parse_d
 from hsformat.engines.table import ENGINES, capture_row, known_versions
 from hsformat.problems import Problem, ResolveError, Severity, problem
 
-__all__ = ["FedBy", "FedDepths", "fed_depths"]
+__all__ = ["FedBy", "FedDepths", "fed_depths", "shared_key"]
 
 _TOP, _NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids"
 _READ_BY = {_TOP: "vllm", _NESTED: "sglang", "eagle_config.layer_ids": "vllm"}
 """Places of EAGLE-3 layer ids, and the engine whose numbers stand there in a folder that is written for both."""
 
 
+_MOST = 10**9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedBy:
-    """What feeds a draft: an engine by its rows, and a target; ``profile`` is one of this engine or of another."""
+    """What feeds a draft: an engine by its rows, and a target.
+
+    Attributes
+    ----------
+    profile
+        One of this engine or of another; None: there is none.
+    versions
+        Of the engines that a folder is written for, by engine; empty: only this engine is asked about.
+    """
 
     engine: str
+    version: str
     row: DraftRow
     captures: CaptureRow
     architecture: str
     num_layers: int
     profile: EngineProfile | None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -101,6 +114,11 @@ def fed_depths(draft: Draft, by: FedBy, problems: list[Problem]) -> FedDepths:
     return FedDepths(depths=tuple(got), stated=first.path is not None)
 
 
+def shared_key(row: DraftRow) -> IdKey | None:
+    """Return the first place that every reader of an engine looks into."""
+    return next((key for key in row.readers[0].keys if all(key in reader.keys for reader in row.readers)), None)
+
+
 def _fed(captures: CaptureRow, asked: Sequence[int]) -> tuple[int, ...]:
     return tuple(fed(captures, asked))
 
@@ -117,7 +135,8 @@ def _stated(draft: Draft, row: DraftRow, problems: list[Problem]) -> tuple[dict[
             continue
         if (wrong := _wrong(value)) is not None:
             code, place, got, expected = wrong
-            problems.append(problem(code, where=draft.at(f"{path}{place}"), got=got, expected=expected))
+            fix = "write the ids as a list of whole numbers, as the engine counts layers (docs/engines.md)"
+            problems.append(problem(code, where=draft.at(f"{path}{place}"), got=got, expected=expected, fix=fix))
             broken = True
         else:
             lists[path] = tuple(value)
@@ -131,7 +150,9 @@ def _wrong(value: Any) -> tuple[str, str, str, str] | None:
         if type(x) is not int:
             return "HS603", f"[{i}]", repr(x)[:100], "an integer"
         if x < 0:
-            return "HS304", f"[{i}]", str(x), "0 or more: a negative id is dropped or counts from the end"
+            return "HS304", f"[{i}]", repr(x)[:100], "0 or more: a negative id is dropped or counts from the end"
+        if x > _MOST:
+            return "HS304", f"[{i}]", "a number of more than 9 digits", "the number of a layer"
     return None
 
 
@@ -157,38 +178,46 @@ def _meaning(captures: CaptureRow, key: IdKey, ids: Sequence[int], num_layers: i
 def _check_agreement(draft: Draft, lists: Mapping[str, tuple[int, ...]], by: FedBy, problems: list[Problem]) -> None:
     """Two lists may differ as numbers if each means the same to the engine that looks there.
 
-    What a list means to an engine that does not know the target cannot be compared: a warning.
+    The same numbers for two engines that make different layers of them are a warning. What a list means to an engine
+    that does not know the target cannot be compared: a warning. So is what another engine's newest version makes of its
+    list, where an older one that is known makes of it what this engine does.
     """
     here = {path: ids for path, ids in lists.items() if path in _READ_BY and ids}
-    if len(set(here.values())) < 2:
-        return
-    meanings: dict[str, tuple[int, ...] | None] = {}
-    for path, ids in here.items():
-        row = by.captures if _READ_BY[path] == by.engine else _newest(_READ_BY[path], by)
-        meanings[path] = None if row is None else _fed(row, depths_of(row, ids, by.num_layers))
+    same = len(set(here.values())) < 2
+    readings = {path: _readings(_READ_BY[path], ids, by) for path, ids in here.items()}
+    meanings = {path: found[0][1] if found else None for path, found in readings.items()}
     known = set(meanings.values()) - {None}
-    if len(known) == 1 and None not in meanings.values():
+    if len(known) < 2 and (same or None not in meanings.values()):
         return
-    severity = Severity.ERROR if len(known) > 1 else Severity.WARNING
-    got = "; ".join(f"{path} {list(ids)} ({_said(meanings[path], _READ_BY[path])})" for path, ids in here.items())
+    sometimes = set.intersection(*({depths for _, depths in found} for found in readings.values() if found), known)
+    severity = Severity.ERROR if len(known) > 1 and not (sometimes or same) else Severity.WARNING
+    got = "; ".join(f"{path} {list(ids)} ({_said(readings[path], _READ_BY[path])})" for path, ids in here.items())
     fix = "leave the list that is meant, or write each so that it means the same layers (hsformat.engines.emit does)"
+    if by.versions:
+        fix = "write a folder for one engine: the lists that the engines need contradict each other"
+    elif sometimes:
+        fix = "nothing, if the other engine serves it in a version for which the list was written"
     expected = "lists that mean the same layers"
     problems.append(
         problem("HS404", where=draft.at("layer ids"), got=got, expected=expected, fix=fix, severity=severity)
     )
 
 
-def _newest(engine: str, by: FedBy) -> CaptureRow | None:
-    """Return the row of the newest version of another engine that knows the target, one of a profile included."""
-    versions = set(known_versions(engine))
-    if by.profile is not None and by.profile.engine == engine:
+def _readings(engine: str, ids: Sequence[int], by: FedBy) -> list[tuple[str, tuple[int, ...]]]:
+    """Return what a list means to an engine, by version: to those asked about, otherwise to all, the newest first."""
+    if engine == by.engine:
+        return [(by.version, _fed(by.captures, depths_of(by.captures, ids, by.num_layers)))]
+    versions = {by.versions[engine]} if engine in by.versions else set(known_versions(engine))
+    if by.profile is not None and by.profile.engine == engine and engine not in by.versions:
         versions.add(by.profile.version)
+    out = []
     for version in sorted(versions, key=Version, reverse=True):
         try:
-            return capture_row(engine, version, by.architecture, by.profile)
+            row = capture_row(engine, version, by.architecture, by.profile)
         except ResolveError:
             continue
-    return None
+        out.append((version, _fed(row, depths_of(row, ids, by.num_layers))))
+    return out
 
 
 def _readers_disagree(draft: Draft, readings: Sequence[_Reading], captures: CaptureRow, title: str) -> Problem:
@@ -243,9 +272,13 @@ def _in_range(
     return not bad
 
 
-def _said(depths: tuple[int, ...] | None, engine: str) -> str:
+def _said(readings: Sequence[tuple[str, tuple[int, ...]]], engine: str) -> str:
     title = ENGINES[engine].title
-    return f"unknown to {title}" if depths is None else f"depths {_depths(depths)} to {title}"
+    if not readings:
+        return f"unknown to {title}"
+    version, depths = readings[0]
+    older = next((f", {_depths(d)} to {v}" for v, d in readings if d != depths), "")
+    return f"depths {_depths(depths)} to {title} {version}{older}"
 
 
 def _depths(depths: Sequence[int]) -> str:

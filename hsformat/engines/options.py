@@ -52,9 +52,18 @@ class DraftOptions:
 def read_options(draft: Draft, row: DraftRow, title: str, problems: list[Problem]) -> DraftOptions:
     """Return what the engine applies; HS405 and HS603 are added to ``problems``."""
     applied = {name: _read(draft, row, getattr(row, name), problems) for name in (*NORMS, *BIASES)}
+    for path in (path for name in NORMS for path in _places(name)):  # also where this engine does not look
+        value = lookup(draft.config, path)
+        if value is not ABSENT and value is not None and not isinstance(value, bool):
+            _add(_not_boolean(draft, path, value), problems)
     for name in NORMS:
         rule: OptionRule = getattr(row, name)
         asked = [path for path in _places(name) if lookup(draft.config, path) is True]
+        nulls = [key for key in rule.keys if rule.default and lookup(draft.config, key) is None]
+        if nulls:
+            got = f"null, which {title} takes for false; left out it is true ({_MEANING[name]})"
+            fix = f"write {nulls[0]}: true, or false, as the draft was trained"
+            problems.append(_mismatch(draft.at(nulls[0]), got, "true or false", fix, Severity.WARNING))
         if asked and not applied[name]:
             looks = f"it looks at {', '.join(rule.keys)}" if rule.keys else "it has no such option"
             fix = (
@@ -63,7 +72,9 @@ def read_options(draft: Draft, row: DraftRow, title: str, problems: list[Problem
                 else "train with it false, or serve with an engine that has it"
             )
             problems.append(_mismatch(draft.at(asked[0]), f"true: {_MEANING[name]}", f"false: {title} ({looks})", fix))
-        elif applied[name] and not asked and rule.keys:  # without keys it is stated: by a custom layout
+        elif (
+            applied[name] and not asked and rule.keys and not _stated(draft, rule)
+        ):  # no keys: a custom layout states it
             key = rule.keys[-1]
             got = f"nothing: {title} applies it by its own default in this layout ({_MEANING[name]})"
             fix = f"write {key}: true, or false, as the draft was trained"
@@ -135,15 +146,27 @@ def _read(draft: Draft, row: DraftRow, rule: OptionRule, problems: list[Problem]
             continue
         refused = value is None and cls is not None and path in cls.defaults and path not in cls.null
         if refused or (value is not None and not isinstance(value, bool)):
-            where, fix = draft.at(path), "engines take any text and any other number for true"
-            got = "null" if value is None else repr(value)[:100]
-            wrong = problem("HS603", where=where, got=got, expected="true or false", fix=fix)
-            if wrong not in problems:
-                problems.append(wrong)
+            _add(_not_boolean(draft, path, value), problems)
         values.append(bool(value))
     if not values:
         return rule.default
     return any(values) if rule.combine == "any" else values[0]
+
+
+def _not_boolean(draft: Draft, path: str, value: object) -> Problem:
+    fix = "write true or false: engines take any text and any other number for true"
+    got = "null" if value is None else repr(value)[:100]
+    return problem("HS603", where=draft.at(path), got=got, expected="true or false", fix=fix)
+
+
+def _stated(draft: Draft, rule: OptionRule) -> bool:
+    """Return whether an option has a value where the engine looks, be it a wrong one."""
+    return any(lookup(draft.config, path) not in (ABSENT, None) for path in rule.keys)
+
+
+def _add(found: Problem, problems: list[Problem]) -> None:
+    if found not in problems:
+        problems.append(found)
 
 
 def _places(name: str) -> Iterable[str]:

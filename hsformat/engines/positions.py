@@ -43,13 +43,21 @@ def read_ropes(draft: Draft, sizes: DraftSizes, row: DraftRow, title: str, probl
         problems=found,
     )
     problems += [problem("HS407", where=p.where, got=p.got, expected=p.expected, fix=p.fix) for p in found]
+    if (layered := _by_layer_type(decoder)) is not None:
+        # The outer object is asked for its base: vLLM 0.32.0 model_executor/layers/rotary_embedding (get_rope), SGLang
+        # 0.5.23 models/llama.py (LlamaDecoderLayer), whose layers/rotary_embedding/factory.py then misses a rope_type.
+        got = f"parameters by layer type, into which {title} does not look: it takes a base of 10000, or fails"
+        fix = "write one object with rope_theta and rope_type: a draft has one kind of layer"
+        where, expected = draft.at(f"{draft.decoder_prefix}{layered}"), "parameters of all layers"
+        problems.append(problem("HS407", where=where, got=got, expected=expected, fix=fix))
+        ropes = (Rope(applies_to="all", kind="default", theta=10_000.0, rotary_dim=_rotated(sizes), parameters={}),)
     unread = [k for kind, keys in there.items() if kind not in row.rope_layouts for k in keys]
     if unread and not any(there[kind] for kind in row.rope_layouts):
         got = f"{', '.join(unread)} alone, which {title} does not read: it takes a base of 10000"
         expected = " or ".join(row.rope_layouts)
         fix = "write the config in the layout of Transformers 4 as well"
         problems.append(problem("HS407", where=draft.at(unread[0]), got=got, expected=expected, fix=fix))
-    elif not found and not _states_base(decoder):
+    elif not found and layered is None and not _states_base(decoder):
         base = ropes[0].theta if ropes else 10_000.0
         got, fix = f"nothing: {title} takes a base of {base:g}", "write rope_theta as the draft was trained"
         where = draft.at(f"{draft.decoder_prefix}rope_theta")
@@ -68,7 +76,8 @@ def max_positions(draft: Draft, row: DraftRow, problems: list[Problem]) -> int |
     if type(value) is not int or not 0 < value < 2**53:
         where = draft.at(f"{draft.decoder_prefix}{_POSITIONS}")
         got = "null" if value is None else repr(value)[:100]
-        problems.append(problem("HS603", where=where, got=got, expected="an integer above 0"))
+        fix = "write the number of positions as the draft was trained"
+        problems.append(problem("HS603", where=where, got=got, expected="an integer above 0", fix=fix))
         return None
     if found.owner is not None:
         problems.append(named(draft, _POSITIONS, found, "HS407"))
@@ -127,10 +136,18 @@ def _as_read(decoder: Mapping[str, Any], row: DraftRow) -> Mapping[str, Any]:
 
 
 def _states_base(decoder: Mapping[str, Any]) -> bool:
-    """Return whether a base stands beside the parameters or in them, also in those of a layer type."""
+    """Return whether a base stands beside the parameters or in them."""
     sections = [s for key in ("rope_parameters", "rope_scaling") if isinstance(s := decoder.get(key), dict)]
-    sections += [inner for s in sections for inner in s.values() if isinstance(inner, dict)]
     return any(s.get("rope_theta") is not None for s in (decoder, *sections))
+
+
+def _by_layer_type(decoder: Mapping[str, Any]) -> str | None:
+    """Return the key whose parameters are one object a layer type."""
+    for key in ("rope_parameters", "rope_scaling"):
+        section = decoder.get(key)
+        if isinstance(section, dict) and any(isinstance(value, dict) for value in section.values()):
+            return key
+    return None
 
 
 def _rotated(sizes: DraftSizes) -> int:

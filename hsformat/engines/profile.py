@@ -24,6 +24,7 @@ from hsformat.digests import digest_json
 from hsformat.engines.rows import CaptureRow, DraftRow
 from hsformat.models import FromList, Frozen
 from hsformat.problems import ForeignFileError, NothingToOpen, Problem, problem
+from hsformat.strict_json import parse_json
 
 __all__ = ["EngineProfile", "Measurement", "load_profile", "save_profile"]
 
@@ -132,7 +133,7 @@ def load_profile(path: str | os.PathLike[str]) -> EngineProfile:
     if not file.is_file():
         raise NothingToOpen(problem("HS602", where=str(file), got="no such file", expected="an engine profile"))
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise ForeignFileError(problem("HS602", where=str(file), got=e, expected="a profile as JSON")) from e
     if not isinstance(data, dict):

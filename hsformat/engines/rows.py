@@ -26,6 +26,9 @@ Evidence = Literal["ran", "read", "proved"]
 
 Texts = Annotated[tuple[str, ...], FromList]
 
+_SIZES_TRIED = (1, 2, 100)
+"""Numbers of layers that tell whether an expression can go beyond N, as every plain number does somewhere."""
+
 _DEPTH = re.compile(r"(N//2|N)?([+-]?[0-9]+)?\Z")
 
 
@@ -107,6 +110,8 @@ class CaptureRow(Row):
     def _expressions(self) -> Self:
         for text in (self.deepest, *self.default):
             parse_depth(text, 100)
+        if any(parse_depth(self.deepest, n) > n for n in _SIZES_TRIED):
+            raise ValueError(f"deepest {self.deepest!r} is beyond the last layer, N")
         return self
 
 

@@ -83,9 +83,15 @@ def _from_config(outer: Mapping[str, Any], path: Path) -> TargetFacts:
         raise ForeignFileError(
             problem("HS410", where=f"{path}: model_type", got=reason, expected="one residual stream", fix=fix)
         )
+    problems: list[Problem] = []
+    problems += [
+        _field(path, key, streams, "an integer: the number of residual streams")
+        for key in _STREAM_KEYS
+        for config in ((outer,) if text is outer else (outer, text))
+        if (streams := config.get(key)) is not None and type(streams) is not int
+    ]
     model_type = text.get("model_type")
     defaults = family_defaults(model_type) if isinstance(model_type, str) else {}
-    problems: list[Problem] = []
     sizes: list[int] = []
     for key in _SIZES:
         value = next((c[key] for c in (text, outer, defaults) if c.get(key) is not None), None)

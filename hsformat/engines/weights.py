@@ -71,22 +71,51 @@ def check_weights(
     """
     if draft.shapes is None:
         return []
-    if draft.decoder.get("quantization_config") is not None:
-        fix = "serve it and look at the engine's log"
-        got = "a quantised draft, whose weights have other names and shapes"
-        where = draft.at("quantization_config")
-        return [_problem("HS411", where, got, "unquantised weights, which can be checked", fix, Severity.WARNING)]
+    expected = list(_expected(sizes, row, options, captures))
+    if draft.decoder.get("quantization_config") not in (None, {}):
+        return list(_quantised(draft, sizes, row, expected, captures, fed, title))
     problems = []
-    found = [(w, find_weight(draft, row, w.name)) for w in _expected(sizes, row, options, captures)]
+    found = [(w, find_weight(draft, row, w.name)) for w in expected]
     used = {name for _, name in found if name is not None}
     for weight, name in found:
         if name is None:
             problems.append(_missing(draft, row, weight, used, title))
         elif (wrong := _shape_problem(draft, sizes, weight, name, captures, fed)) is not None:
             problems.append(wrong)
+    shared = (find_weight(draft, row, EMBEDDING), find_weight(draft, row, HEAD))
+    problems += [wrong for n in (*sorted(used), *shared) if n and (wrong := _dtype_problem(draft, n)) is not None]
     # Later layers have both norms as modules and use one of them.
     used |= {f"layers.{i}.{n}.weight" for i in range(1, sizes.num_layers) for n in ("hidden_norm", "input_layernorm")}
     return problems + list(_unknown(draft, row, options, used, title))
+
+
+def _quantised(
+    draft: Draft,
+    sizes: DraftSizes,
+    row: DraftRow,
+    expected: Sequence[_Weight],
+    captures: int,
+    fed: Sequence[int] | None,
+    title: str,
+) -> Iterator[Problem]:
+    """Yield what can be told of a quantised draft: norms, which no method quantises, and whether ``fc`` is there."""
+    fix = "serve it and look at the engine's log"
+    got = "a quantised draft, whose other weights than norms have other names and shapes"
+    where = draft.at(f"{draft.decoder_prefix}quantization_config")
+    yield _problem("HS411", where, got, "unquantised weights, which can be checked", fix, Severity.WARNING)
+    for weight in expected:
+        name = find_weight(draft, row, weight.name)
+        info = draft.tensors.get(name or "")
+        whole = weight.name == "fc.weight" and info is not None and info.numpy_dtype is not None
+        if whole or "norm" in weight.name:
+            if name is None:
+                yield _missing(draft, row, weight, set(), title)
+            elif (wrong := _shape_problem(draft, sizes, weight, name, captures, fed)) is not None:
+                yield wrong
+        elif weight.name == "fc.weight" and not any(
+            n.startswith(f"{prefix}fc.") for n in draft.shapes or () for prefix in row.weight_prefixes
+        ):
+            yield _missing(draft, row, weight, set(), title)
 
 
 def _expected(sizes: DraftSizes, row: DraftRow, options: DraftOptions, captures: int) -> Iterator[_Weight]:
@@ -148,7 +177,7 @@ def _missing(draft: Draft, row: DraftRow, weight: _Weight, used: set[str], title
     got = "no such weight"
     last = weight.name.split(".", 1)[1] if weight.name.startswith(row.layer_names[0]) else weight.name
     if alike := sorted(
-        n for n in draft.shapes or () if n.endswith(last) and n not in used and norm_weight_owner(n) is None
+        n for n in draft.shapes or () if f".{n}".endswith(f".{last}") and n not in used and norm_weight_owner(n) is None
     )[:2]:
         got += f"; the folder has {', '.join(alike)}, which {title} does not load for it"
     shape = _shape(weight)
@@ -177,6 +206,16 @@ def _shape_problem(
     return _problem("HS411", where, str(list(shape)), expected, "config and weights are of different models")
 
 
+def _dtype_problem(draft: Draft, name: str) -> Problem | None:
+    """Return HS411 for a dtype that is no float of 16 bits or more: loaders copy its numbers without their scales."""
+    info = draft.tensors.get(name)
+    if info is None or info.numpy_dtype is not None:
+        return None
+    fix = "export the weights as bfloat16, or state the quantization_config by which they are read"
+    expected = "BF16, F16, F32 or F64 in a draft without quantization_config"
+    return _problem("HS411", f"{draft.where}: {name}", f"dtype {info.dtype}", expected, fix)
+
+
 def _unknown(draft: Draft, row: DraftRow, options: DraftOptions, used: set[str], title: str) -> Iterator[Problem]:
     """Yield the weights that nothing takes: trained ones of a layer are lost, others are reported."""
     shared = {HEAD, *(f"{prefix}{EMBEDDING}" for prefix in row.weight_prefixes)}
@@ -192,11 +231,35 @@ def _unknown(draft: Draft, row: DraftRow, options: DraftOptions, used: set[str],
             expected = "weights that it loads"
             yield _problem("HS411", f"{draft.where}: {name}", got, expected, fix, Severity.WARNING)
             continue
+        if (twin := _twin(name, used, row)) is not None:  # both are renamed to one parameter, and both are loaded
+            got = f"a weight for which the folder has {twin}, too: {title} loads both into one, the last that it meets"
+            fix = "leave one of them"
+            yield _problem("HS411", f"{draft.where}: {name}", got, "one weight for each parameter", fix)
+            continue
         got = f"a weight that {title} {'drops without a word' if dropped else 'fails to load'}"
         inside = name.rpartition("model.")[2].startswith((*row.layer_names, "midlayer.", "layers.", "fc."))
         severity = Severity.ERROR if inside or not dropped else Severity.WARNING
         fix = "export the weights that the engine loads, under its names"
         yield _problem("HS411", f"{draft.where}: {name}", got, "weights of the names that it loads", fix, severity)
+
+
+def _twin(name: str, used: set[str], row: DraftRow) -> str | None:
+    """Return the weight that is loaded into the same parameter under another name."""
+    return next((n for n in sorted(used) if n != name and _parameter(n, row) == _parameter(name, row)), None)
+
+
+def _parameter(name: str, row: DraftRow) -> str:
+    """Return one name for all names of a parameter.
+
+    vLLM 0.32.0 model_executor/models/llama_eagle3.py (hf_to_vllm_mapper), SGLang 0.5.23 models/llama_eagle3.py
+    (legacy_name_map).
+    """
+    for prefix in row.weight_prefixes:
+        name = name.removeprefix(prefix)
+    for layer in row.layer_names:
+        if name.startswith(f"{layer}."):
+            return f"{row.layer_names[0]}.{name.removeprefix(f'{layer}.')}"
+    return name
 
 
 def _shape(weight: _Weight) -> str:

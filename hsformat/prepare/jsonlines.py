@@ -81,14 +81,10 @@ def _parse(line: bytes, where: str) -> Row | Problem:
 
     try:
         value = parse_json(line.decode("utf-8").rstrip())
-        if b"\\ud" in line or b"\\uD" in line:  # JSON can spell half a character, which no tokenizer takes
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as e:
         return bad(
             f"byte 0x{line[e.start]:02x} at offset {e.start} of the line", "text in UTF-8", "convert it to UTF-8"
         )
-    except UnicodeEncodeError:
-        return bad("a lone surrogate escape (half a character)", "text that UTF-8 can hold", "repair the escape")
     except json.JSONDecodeError as e:
         got = f"{e.msg.removesuffix(' at')} at column {e.colno} of {len(line.rstrip())}"
         return bad(got, "one whole JSON object", "get the file again: the line is cut or was not written as JSON")

@@ -106,6 +106,11 @@ def read_checkpoint(folder: Path, *, every_file: bool = False) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     found: dict[str, list[str]] = {}
     for name in names:
+        if (folder / name).is_dir():
+            fix = "put the file there"
+            wrong = problem("HS602", where=str(folder / name), got="a folder", expected="a safetensors file", fix=fix)
+            problems.append(wrong)
+            continue
         if not (folder / name).is_file():
             lost = sum(file == name for file in (weight_map or {}).values())
             problems.append(

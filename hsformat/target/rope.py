@@ -111,7 +111,7 @@ def _rope(
     if not _positive(theta):
         problems.append(_problem(f"{where}: rope_theta", repr(theta), "a number above 0"))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", rule.partial))
-    if not _positive(partial) or int(head_dim * partial) < 1:
+    if not _positive(partial) or partial > 1 or int(head_dim * partial) < 1:
         problems.append(_problem(f"{where}: partial_rotary_factor", repr(partial), "a number above 0, at most 1"))
     rest = {k: v for k, v in parameters.items() if k not in _READ and v is not None}
     if kind in _NEEDS_ORIGINAL:

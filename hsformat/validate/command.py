@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from hsformat.printable import printable
 from hsformat.problems import ExitCode, HsError, NothingToOpen, Problem, Severity, exit_code
 from hsformat.validate.report import Level, Report, Tick
 
@@ -108,13 +109,13 @@ def _print_text(report: Report, code: int) -> None:
         typer.echo(f"... and {len(problems) - SHOWN:,} more; --format json shows all")
     counts = ", ".join(f"{(n := report.count(s)):,} {s.value}{'' if n == 1 else 's'}" for s in order)
     if code == ExitCode.UNABLE:
-        typer.echo(f"{report.store}: could not be validated: {counts}")
+        typer.echo(printable(f"{report.store}: could not be validated: {counts}"))
         return
     verdict = "invalid" if report.count(Severity.ERROR) else "valid"
     compared = report.states_compared
     typer.echo(
-        f"{report.store}: {verdict} at level {report.level.value}: {counts}; records {report.records:,}, segments "
-        f"{report.segments:,}, records read {report.records_checked:,}, bytes checked {report.bytes_checked:,}"
+        f"{printable(report.store)}: {verdict} at level {report.level.value}: {counts}; records {report.records:,}, "
+        f"segments {report.segments:,}, records read {report.records_checked:,}, bytes checked {report.bytes_checked:,}"
         + ("" if compared is None else f", states compared with the target {compared:,}")
     )
 

@@ -6,11 +6,12 @@ May import ``compare``, ``contract`` and ``engines``.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hsformat.compare import compare
 from hsformat.contract import Contract
 from hsformat.engines.inspection import inspect
+from hsformat.engines.matching import matching_ids
 from hsformat.engines.positions import check_record_length
 from hsformat.engines.profile import EngineProfile
 from hsformat.problems import Problem
@@ -54,17 +55,24 @@ def check_draft(
 
     Returns
     -------
-    Everything that is wrong with the draft by itself, and everything that the data and the engine disagree on.
+    Everything that is wrong with the draft by itself, and everything that the data and the engine disagree on. Where
+    ids can make the engine feed what the data is laid out for, the fix of HS401 names them.
     """
+    model = contract if target is None else target
     layout, problems = inspect(
-        check.engine,
-        draft=check.draft,
-        target=contract if target is None else target,
-        version=check.version,
-        profile=check.profile,
+        check.engine, draft=check.draft, target=model, version=check.version, profile=check.profile
     )
     if layout is None:
         return problems
-    problems += [p.at(where) for p in compare(contract, layout)]
+    found = compare(contract, layout)
+    if any(p.code == "HS401" for p in found) and len(contract.layout.aux) == len(layout.aux):
+        instead = matching_ids(
+            contract.layout.aux, check.engine, draft=check.draft, target=model, version=check.version,
+            profile=check.profile,
+        )  # fmt: skip
+        if instead is not None:
+            key, ids = instead
+            found = [replace(p, fix=f"{p.fix}; or write ids {ids} to {key}") if p.code == "HS401" else p for p in found]
+    problems += [p.at(where) for p in found]
     problems += check_record_length(layout.max_positions, longest, where=where, draft=str(check.draft))
     return problems

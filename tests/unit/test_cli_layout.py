@@ -14,6 +14,13 @@ from hsformat.engines import ENGINES
 from hsformat.engines.document import engines_document
 from hsformat.testing import build_store
 
+STATED = {
+    "hsformat_custom_layout": "1", "name": "ours", "version": "7", "aux": ["d2", "d15", "d27"],
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+    "later_layers_norm": "input_layernorm", "attention": "llama", "attention_bias": False, "output_bias": False,
+    "mlp_bias": False, "fc_bias": False,
+    "embedding": "target", "head": "own", "shift": {"token": 1, "position": 0, "distribution": 1, "target": 2},
+}  # fmt: skip
 TOP = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -86,6 +93,39 @@ def test_exit_codes(cli, folders, tmp_path, changes, options, expected):
     )
 
 
+@pytest.mark.parametrize("which", ["draft", "target"])
+@pytest.mark.parametrize("name", ["\ud800", "A\nerror HS999 x", "A\u202eB", "A\x1b[2J"])
+def test_names_that_are_no_text_for_people(cli, folders, tmp_path, which, name):
+    """A custom layout takes every architecture; half a character is refused where it is read."""
+    draft, target = folders
+    if which == "draft":
+        write_draft(draft, draft_config(architectures=[name]))
+    else:
+        write_target(target, target_config(architectures=[name]))
+    (tmp_path / "custom.json").write_text(json.dumps(STATED))
+    known = ("--engine", "vllm", "--engine-version", "0.32.0")
+    for engine in (known, ("--engine", f"custom:{tmp_path / 'custom.json'}")):
+        words = ("layout", draft, *engine, "--target", target)
+        code, out, _ = cli(*words)
+        assert code == (1 if name == "\ud800" else 2 if engine == known else 0), out
+        assert not any(line.startswith("error HS999") for line in out.splitlines())
+        assert all(c.isprintable() for c in out.replace("\n", ""))
+        code, out, _ = cli(*words, "--format", "json")
+        assert json.loads(out)["exit_code"] == code
+
+
+def test_a_path_that_is_no_text(folders, tmp_path):
+    """The system's file names are bytes."""
+    _, target = folders
+    draft = write_draft(tmp_path / "no\udcff text")
+    known = ("--engine", "vllm", "--engine-version", "0.32.0", "--target", target)
+    for words, code in (((draft,), 0), ((draft / "absent", "--format", "json"), 2)):
+        command = [sys.executable, "-m", "hsformat", "layout", *words, *known]
+        run = subprocess.run(command, capture_output=True, check=False)
+        assert (run.returncode, run.stderr) == (code, b"")
+        assert rb"\udcff text" in run.stdout
+
+
 def test_no_version_is_refused_with_what_is_known(cli, folders):
     draft, target = folders
     code, out, _ = cli("layout", draft, "--engine", "sglang", "--target", target)
@@ -142,6 +182,26 @@ def test_a_store_is_validated_for_a_draft(store, tmp_path):
     report = json.loads(run.stdout)
     assert run.returncode == report["exit_code"] == 1
     assert {p["code"] for p in report["problems"]} == {"HS402", "HS401", "HS404"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "ids", "said"),
+    [("vllm", "0.32.0", [0, 1, 2], f"write ids [1, 2, 3] to {TOP}"),
+     ("sglang", "0.5.23", [1, 2], None)],  # another number of them: the draft is another one
+)  # fmt: skip
+def test_ids_that_would_match_the_data(cli, store, tmp_path, engine, version, ids, said):  # vllm PR#43671
+    config = json.loads((tmp_path / "d/config.json").read_text())
+    if engine == "vllm":
+        config |= {TOP: ids, "eagle_config": {}}
+    else:
+        config["eagle_config"] = {TOP: ids}
+    config["num_aux_hidden_states"] = len(ids)
+    (tmp_path / "d/config.json").write_text(json.dumps(config))
+    words = ("validate", store, "--draft", tmp_path / "d", "--engine", engine, "--engine-version", version)
+    problems = json.loads(cli(*words, "--format", "json")[1])["problems"]
+    fixes = [p["fix"] for p in problems if p["code"] == "HS401" and "layout.aux" in p["where"]]
+    (fix,) = fixes
+    assert (said in fix) if said else ("write ids" not in fix)
 
 
 def test_validation_for_a_draft_by_the_command_line(cli, store, tmp_path):

@@ -199,3 +199,14 @@ def test_a_record_longer_than_the_drafts_positions(world):  # sglang#6783, vllm#
         assert (p.code, p.severity) == ("HS407", Severity.WARNING)
         assert "5," in p.got
         assert "6 tokens" in p.got
+
+
+@pytest.mark.parametrize("name", ["embedding", "head"])
+@pytest.mark.parametrize(
+    ("trained", "served", "codes"),
+    [("draft", "target", ["HS412"]), ("target", "draft", ["HS412"]), ("target", "target", []),
+     ("unknown", "draft", []), ("target", "unknown", [])],
+)  # fmt: skip
+def test_an_embedding_or_head_of_the_other_side(name, trained, served, codes):
+    a, b = serving("d1", "d2", "d3", **{name: trained}), serving("d1", "d2", "d3", **{name: served})
+    assert [p.code for p in hs.compare(a, b)] == codes

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from draft_folders import draft_config, draft_weights, target_config, write_draft, write_target
 
+from hsformat.digests import digest_json
 from hsformat.engines import EngineProfile, inspect, load_profile, resolve, save_profile
 from hsformat.engines.custom import CustomLayout, load_custom
 from hsformat.engines.table import capture_row, draft_row
@@ -75,6 +76,8 @@ def test_a_profile_that_was_edited_is_refused(tmp_path, folders):
     assert [p.code for p in e.value.problems] == ["HS504"]
     _, problems = inspect("vllm", **folders, version=NEW, profile=path)
     assert "HS504" in [p.code for p in problems]
+    _, problems = inspect("vllm", **folders, profile=path)
+    assert [p.code for p in problems] == ["HS504"]  # and not that a version is missing, which is the profile's
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,16 @@ def test_a_profile_of_another_form(tmp_path, change, code):
     with pytest.raises(ForeignFileError) as e:
         load_profile(path)
     assert {p.code for p in e.value.problems} == {code}
+
+
+@pytest.mark.parametrize("deepest", ["N+5", "N//2+2", "40", "9" * 5000])
+def test_a_profile_of_layers_that_no_target_has(tmp_path, folders, deepest):
+    data = profile().to_json()
+    data["captures"]["deepest"] = deepest
+    digest = digest_json(data)
+    (tmp_path / "p.json").write_text(json.dumps({**data, "digest": digest}))
+    layout, problems = inspect("vllm", **folders, profile=tmp_path / "p.json")
+    assert (layout, {p.code for p in problems}) == (None, {"HS603"})
 
 
 def test_no_profile(tmp_path):
@@ -147,6 +160,7 @@ def test_the_same_checks(custom):
     assert custom(aux=["d2", "d15", "d29n"]) == (None, ["HS304"])
     assert custom(norm_before_fc=True)[1] == ["HS411"]
     assert custom(draft={"norm_output": True})[1] == ["HS405"]
+    assert custom(draft={"fc_norm": "on"})[1] == ["HS603"]
     assert custom(draft={"draft_vocab_size": 16})[1][:1] == ["HS408"]
     assert custom(draft={}, target={"hidden_size": 32})[1][:1] == ["HS409"]
 
@@ -162,6 +176,7 @@ def test_any_target_and_any_draft(custom):
         {"aux": []},
         {"aux": ["2"]},
         {"aux": ["d2", "d2", "d15"]},
+        {"aux": ["d" + "9" * 5000]},
         {"fc_norm": ...},
         {"surprise": 1},
         {"head": "theirs"},
@@ -170,6 +185,19 @@ def test_any_target_and_any_draft(custom):
 )
 def test_a_statement_of_another_form(custom, change):
     assert custom(**change) == (None, ["HS603"])
+
+
+def test_a_name_that_stands_twice(tmp_path, folders):
+    """One reader takes the first, another the last."""
+    text = json.dumps(STATED)
+    (tmp_path / "x.json").write_text(text.replace('"name"', '"name": "theirs", "name"'))
+    assert [p.code for p in inspect(f"custom:{tmp_path / 'x.json'}", **folders)[1]] == ["HS602"]
+    save_profile(profile(), tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    (tmp_path / "p.json").write_text(text.replace('"engine"', '"engine": "sglang", "engine"'))
+    with pytest.raises(ForeignFileError) as e:
+        load_profile(tmp_path / "p.json")
+    assert [p.code for p in e.value.problems] == ["HS602"]
 
 
 def test_a_version_beside_a_stated_layout(custom, tmp_path, folders):

@@ -91,6 +91,28 @@ def test_a_broken_safetensors_header(look, content):
     assert (look.layout.embedding, look.layout.head, look.layout.vocab_map) == ("unknown",) * 3
 
 
+def test_a_folder_in_the_place_of_the_weights(look):
+    assert look() == []
+    (look.draft / "model.safetensors").unlink()
+    (look.draft / "model.safetensors").mkdir()
+    assert look() == ["HS602"]
+    assert look.problems[0].got == "a folder"
+
+
+def test_half_a_character(look):
+    """JSON can spell what no output can print."""
+    assert look() == []
+    text = (look.draft / "config.json").read_text()
+    (look.draft / "config.json").write_text(text.replace("LlamaForCausalLMEagle3", "\\ud800"))
+    assert look() == ["HS602"]
+    (look.draft / "config.json").write_text(text)
+    raw = (look.draft / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = raw[8 : 8 + length].replace(b"midlayer.hidden_norm.weight", b"midlayer.\\ud800")
+    (look.draft / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+    assert look() == ["HS602"]
+
+
 def test_no_weights_and_pickled_weights(look):
     assert look() == []
     (look.draft / "model.safetensors").rename(look.draft / "weights")
@@ -104,6 +126,14 @@ def test_sizes_that_are_no_numbers(look):
     assert look(config={"architectures": [], "hidden_size": 16}) == ["HS603"]
     assert look(config={"num_aux_hidden_states": -1}) == ["HS603"]
     assert look(config={"norm_output": "false"}) == ["HS603"]
+
+
+@BOTH
+@pytest.mark.parametrize("value", [[1, 14, 26], [], 0, "3"])
+def test_a_count_that_is_no_number(look, engine, value):
+    """Ids are counted; a list under a key of counts is multiplied by a width."""
+    assert look(engine, config={"num_aux_hidden_states": value}) == ["HS603"]
+    assert all("format that is listed" not in p.fix for p in look.problems)
 
 
 # Weights.
@@ -140,6 +170,23 @@ def test_other_names(look):
     assert look(SGLANG, weights=draft_weights(**{"lm_head.weight": None, "model.lm_head.weight": head})) == ["HS411"]
 
 
+def test_what_is_named_for_a_prefixed_weight(look):
+    """Not another one whose name ends with the same letters."""
+    prefixed = {(f"model.{k}" if k[0] not in "dt" and "lm_head" not in k else k): v for k, v in draft_weights().items()}
+    look(VLLM, weights=prefixed)
+    (norm,) = [p for p in look.problems if p.where == f"{look.draft}: norm.weight"]
+    assert "the folder has model.norm.weight, which" in norm.got
+
+
+@BOTH
+def test_one_parameter_under_two_names(look, engine):
+    """Both engines rename the first layer, so that one weight overwrites the other."""
+    both = draft_weights() | {k: v for k, v in draft_weights(layer="layers.0").items() if k.startswith("layers.0.")}
+    assert set(look(engine, weights=both)) == {"HS411"}
+    assert all("the folder has midlayer." in p.got for p in look.problems)
+    assert all("drops" not in p.got and "fails to load" not in p.got for p in look.problems)
+
+
 def test_a_weight_that_nothing_takes(look):
     weights = draft_weights(**{"verifier_norm.weight": np.ones(H, np.float32)})
     assert look(SGLANG, weights=weights) == []
@@ -173,12 +220,38 @@ def test_biases_of_the_mlp(look):
     assert look(VLLM, config={"mlp_bias": True}) == ["HS411"] * 3
 
 
-def test_a_quantised_draft_is_not_checked(look):
-    assert (
-        look(config={"quantization_config": {"quant_method": "fp8"}}, weights=draft_weights(**{"fc.weight": None}))
-        == []
-    )
+@BOTH
+def test_of_a_quantised_draft_norms_and_fc_are_checked(look, engine):
+    fp8 = {"quantization_config": {"quant_method": "fp8"}}
+    packed = {"midlayer.self_attn.q_proj.weight": None, "midlayer.self_attn.q_proj.qweight": np.ones((2, 2), np.int32)}
+    assert look(engine, config=fp8, weights=draft_weights(**packed)) == []
     assert look.warnings == ["HS411"]
+    assert look(engine, config=fp8, weights=draft_weights(**packed, **{"fc.weight": None})) == ["HS411"]
+    quantised_fc = {"fc.weight": None, "fc.qweight": np.ones((2, 2), np.int32)}
+    assert look(engine, config=fp8, weights=draft_weights(**packed, **quantised_fc)) == []
+    assert look(engine, config=fp8, weights=draft_weights(**{"fc.weight": np.ones((H, 4 * H), np.float32)})) == [
+        "HS402"
+    ]
+    for name in ("norm.weight", "midlayer.hidden_norm.weight"):
+        assert look(engine, config=fp8, weights=draft_weights(**{name: None})) == ["HS411"]
+        assert look(engine, config=fp8, weights=draft_weights(**{name: np.ones(H + 1, np.float32)})) == ["HS409"]
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight", "fc.weight"])
+def test_a_weight_that_is_no_float(look, engine, name):
+    """Loaders copy its numbers; what scales them is not there."""
+    weights = draft_weights()
+    weights[name] = weights[name].astype(np.int8)
+    assert look(engine, weights=weights) == ["HS411"]
+    assert look.problems[0].got == "dtype I8"
+    weights[name] = weights[name].astype(np.float16)
+    assert look(engine, weights=weights) == []
+
+
+def test_an_empty_quantization_config_is_none(look):
+    assert look(config={"quantization_config": {}}, weights=draft_weights(**{"fc.weight": None})) == ["HS411"]
+    assert look.warnings == []
 
 
 def test_more_than_one_layer(look):
@@ -306,6 +379,15 @@ def test_what_is_passed_on(look, config, recurrent):  # SpecForge PR#879
         assert look.layout.norm_output is recurrent
 
 
+@BOTH
+@pytest.mark.parametrize("value", [1, "true", 0])
+@pytest.mark.parametrize("key", ["norm_before_residual", "fc_norm"])
+def test_an_option_that_is_no_boolean(look, engine, key, value):
+    """Also where the engine has no such option."""
+    assert "HS603" in look(engine, config={key: value})
+    assert all("its own default" not in p.got for p in look.problems)  # it is stated
+
+
 def test_norm_before_fc_stands_in_two_places(look):  # sglang#32226: it was ignored
     config = {"eagle_config": {TOP: [1, 14, 26], "norm_before_fc": True}, "norm_before_fc": False}
     weights = draft_weights(**{"input_norm.weight": np.ones(3 * H, np.float32)})
@@ -343,6 +425,10 @@ def test_the_speculators_layout(look, tmp_path):
     assert run(norm_before_residual=...) == []
     assert look.layout.norm_before_residual  # vLLM's default in this layout, which the plain layout has not
     assert look.warnings == ["HS405"]
+    assert run(norm_before_residual=None) == []
+    assert not look.layout.norm_before_residual  # vLLM asks by get with a default, which null is not
+    assert look.warnings == ["HS405"]
+    assert "null" in look.problems[0].got
     assert run(**{TOP: ...}) == ["HS403"]
     assert run(**{TOP: [2, 15, 27, 28]}) == ["HS402"]  # vllm#54526: fc is made for three
     weights = draft_weights(layer="layers.0", captures=4)
@@ -468,6 +554,21 @@ def test_no_base_is_a_base_of_ten_thousand(look):
     assert "10000" in look.problems[0].got
 
 
+@BOTH
+@pytest.mark.parametrize("beside", [{"rope_theta": ...}, {}])
+def test_parameters_by_layer_type(look, engine, beside):
+    """Both engines ask the outer object for its base, and take 10000."""
+    inner = {"full_attention": {"rope_theta": 500000.0, "rope_type": "default"}}
+    assert look(engine, config={**beside, "rope_parameters": inner}) == ["HS407"]
+    assert look.layout.rope[0].theta == 10_000
+
+
+@BOTH
+def test_a_share_above_the_whole_head(look, engine):
+    assert look(engine, config={"partial_rotary_factor": 2.0}) == ["HS407"]
+    assert look(engine, config={"partial_rotary_factor": 1.0}) == []
+
+
 def test_an_unknown_kind(look):  # NeMo Automodel PR#2399: taken for another kind
     assert look(config={"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}) == ["HS407"]
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -490,6 +591,7 @@ def test_a_share_of_the_head(look):  # speculators#613, #738
 @pytest.mark.parametrize("value", ["2048", 0, True])
 def test_a_limit_that_is_no_number(look, value):
     assert look(config={"max_position_embeddings": value}) == ["HS603"]
+    assert all("format that is listed" not in p.fix for p in look.problems)
 
 
 def test_the_json_of_a_layout(look):

@@ -93,13 +93,58 @@ def test_what_cannot_be_written(question, codes):
     assert all(p.fix for p in problems)
 
 
-def test_lists_that_contradict_each_other():
-    """SGLang 0.5.12 always adds one: the list that it needs means other layers to newer versions."""
-    keys, problems = write(
-        ("d3", "d15", "d27"), {"vllm": "0.32.0", "sglang": "0.5.12"}, "DeepseekV3ForCausalLM", num_layers=61
-    )
+def test_lists_are_judged_by_the_versions_that_are_asked_about():
+    """SGLang 0.5.12 always adds one: to newer versions the list that it needs means other layers."""
+    deepseek = {"architecture": "DeepseekV3ForCausalLM", "num_layers": 61}
+    keys, problems = write(("d3", "d30", "d58"), {"vllm": "0.32.0", "sglang": "0.5.12"}, **deepseek)
+    assert problems == []
+    assert (keys[TOP], keys["eagle_config"][TOP]) == ([3, 30, 58], [2, 29, 57])
+    keys, problems = write(("d3", "d30", "d58"), {"vllm": "0.32.0", "sglang": "0.5.23"}, **deepseek)
+    assert problems == []
+    assert keys["eagle_config"][TOP] == [3, 30, 58]
+
+
+def test_lists_that_contradict_each_other(monkeypatch):
+    """The fix does not name what was just called."""
+    monkeypatch.setattr(emission, "ids_of", lambda row, _depths, _n: [1, 2, 3] if row.shift else [2, 3, 5])
+    keys, problems = write()
     assert keys is None
-    assert {p.code for p in problems} == {"HS404"}
+    assert "HS404" in {p.code for p in problems}
+    assert all("emit" not in p.fix for p in problems)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"aux": [f"d{i}" for i in range(1, 1003)], "num_layers": 2000, "engines": {"vllm": "0.32.0"}},
+        {"layers": 2000, "engines": {"vllm": "0.32.0"}},
+        {"hidden_size": 2**40, "target_hidden_size": 2**40},
+        {"vocab_size": 2**40},
+        {"num_layers": "30"},
+        {"num_layers": -1},
+        {"num_layers": 0},
+        {"num_layers": True},
+        {"num_layers": 2**31},
+    ],
+)
+def test_numbers_that_no_inspection_takes(question):
+    question = dict(question)
+    if layers := question.pop("layers", None):
+        aux, about = AUX, config(num_layers=layers)
+        keys, problems = emit_for(aux, about, question["engines"], architecture="LlamaForCausalLM", num_layers=30)
+    else:
+        keys, problems = write(**question)
+    assert keys is None
+    assert {p.code for p in problems} <= {"HS603", "HS402"}
+    assert any(p.code == "HS603" for p in problems)
+    assert all("format that is listed" not in p.fix and "config.json" not in p.fix for p in problems)
+
+
+@pytest.mark.parametrize("aux", [(2, 15), (None,), (2.0,), (b"d2",)])
+def test_captures_that_are_no_keys(aux):
+    keys, problems = write(aux)
+    assert keys is None
+    assert [p.code for p in problems] == ["HS304"] * len(aux)
 
 
 def test_for_no_engine_there_is_nothing_to_write():

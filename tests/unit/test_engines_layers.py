@@ -78,6 +78,27 @@ def test_two_lists_that_mean_the_same_to_each_engine(look, engine):
     assert look(*engine.split(), {TOP: [2, 15, 27], "eagle_config": {TOP: [1, 14, 26]}}) == (["d2", "d15", "d27"], [])
 
 
+@pytest.mark.parametrize("engine", ["vllm 0.32.0", "sglang 0.5.23"])
+def test_one_list_in_two_places_means_other_layers_to_each_engine(look, engine):
+    keys, errors = look(*engine.split(), {TOP: [2, 15, 27], "eagle_config": {TOP: [2, 15, 27]}})
+    assert (len(keys), errors) == (3, [])
+    (p,) = look.problems
+    assert (p.code, p.severity) == ("HS404", Severity.WARNING)
+    assert "depths [d2, d15, d27] to vLLM 0.32.0" in p.got or "to SGLang 0.5.23" in p.got
+
+
+def test_two_lists_that_mean_the_same_to_an_older_version_of_the_other_engine(look):
+    """What vLLM does is not in doubt: which version of SGLang serves the folder is its user's business."""
+    target = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61}
+    changes = {TOP: [3, 30, 58], "eagle_config": {TOP: [2, 29, 57]}}
+    assert look("vllm", "0.32.0", changes, target) == (["d3", "d30", "d58"], [])
+    (p,) = look.problems
+    assert (p.code, p.severity) == ("HS404", Severity.WARNING)
+    assert "[d2, d29, d57] to SGLang 0.5.23, [d3, d30, d58] to 0.5.12" in p.got
+    assert look("sglang", "0.5.12", changes, target) == (["d3", "d30", "d58"], [])
+    assert look("sglang", "0.5.23", changes, target)[1] == ["HS404"]
+
+
 def test_ids_at_the_top_level_alone_are_not_read_by_sglang(look):
     keys, errors = look("sglang", "0.5.23", top(3, 16, 28))
     assert (keys, errors) == (["d2", "d15", "d27"], ["HS403"])
@@ -170,7 +191,8 @@ def test_order_and_duplicates(look):
 @pytest.mark.parametrize(
     ("ids", "code"),
     [([2, 15, "27"], "HS603"), ([2, 15.0, 27], "HS603"), ([2, 15, True], "HS603"), ([2, 15, None], "HS603"),
-     ("2,15,27", "HS603"), ({"2": 1}, "HS603"), ([2, 15, -3], "HS304")],
+     ("2,15,27", "HS603"), ({"2": 1}, "HS603"), ([2, 15, -3], "HS304"), ([2, 15, int("9" * 4299)], "HS304"),
+     ([2, 15, int("9" * 4300)], "HS304")],
 )  # fmt: skip
 @pytest.mark.parametrize("engine", ["vllm 0.32.0", "sglang 0.5.23"])
 def test_ids_that_are_no_list_of_integers(look, engine, ids, code):
@@ -178,6 +200,7 @@ def test_ids_that_are_no_list_of_integers(look, engine, ids, code):
     assert keys is None
     assert set(errors) == {code}
     assert len(errors) == 2
+    assert all("format that is listed" not in p.fix and len(str(p)) < 1000 for p in look.problems)
 
 
 def test_an_empty_list_is_no_list(look):
@@ -215,6 +238,14 @@ def test_unknown_target_and_draft(look):
 def test_a_target_with_several_streams(look):
     for target in ({"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}, {"hc_mult": 4}):
         assert look("vllm", "0.32.0", {}, target) == (None, ["HS410"])
+
+
+@pytest.mark.parametrize("count", [2.0, "4", True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_count_of_streams_that_is_no_integer(look, count, inside):
+    target = {"text_config": target_config(hc_mult=count)} if inside else {"hc_mult": count}
+    assert look("vllm", "0.32.0", {}, target) == (None, ["HS603"])
+    assert look("vllm", "0.32.0", {}, {"hc_mult": 1})[1] == []
 
 
 def test_a_draft_that_is_fed_no_aux_captures(look):
