@@ -220,10 +220,45 @@ def test_mask_runs_to_the_end_when_a_span_ends_in_white_space():  # transformers
     assert spans(tokenizer(tagged(body)), talk("a", "b", "c")) == ["b \n<|im_end|>"]
 
 
-def test_tags_of_a_template_that_strips_earlier_thinking():
-    body = ANSWER.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
-    found = spans(tokenizer(tagged(body)), talk("a", "<think>x</think>b", "c", "<think>y</think>d"))
-    assert found == ["b<|im_end|>", "<think>y</think>d<|im_end|>"]
+STRIPPED_ANSWER = ANSWER.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
+
+
+def test_tags_of_a_template_that_strips_earlier_thinking():  # the target never wrote "b" right after its prompt
+    conversation = talk("a", "<think>x</think>b", "c", "<think>y</think>d")
+    problem = refused(tokenizer(tagged(STRIPPED_ANSWER)), conversation)
+    assert "line 1: messages[1]: token " in problem.where
+    assert "--explode-turns" in problem.fix
+    assert "tags" not in problem.fix
+    assert spans(tokenizer(tagged(STRIPPED_ANSWER)), talk("a", "b", "c", "<think>y</think>d")) == [
+        "b<|im_end|>", "<think>y</think>d<|im_end|>"
+    ]  # fmt: skip
+
+
+def test_tags_of_a_template_that_strips_what_a_later_question_makes_history():
+    since = "messages | rejectattr('role', 'ne', 'user') | list | length"  # thinking stays up to the next question
+    body = ANSWER.replace("m['content']", f"(m['content'] if {since} == 1 else m['content'].split('</think>')[-1])")
+    conversation = talk("a", "<think>x</think>b")
+    conversation.messages.append({"role": "tool", "content": "t"})
+    conversation.messages.append({"role": "assistant", "content": "<think>y</think>d"})
+    assert len(spans(tokenizer(tagged(body)), conversation)) == 2
+    conversation.messages.extend(talk("c", "e").messages)
+    assert "--explode-turns" in refused(tokenizer(tagged(body)), conversation).fix
+
+
+def test_tags_of_the_last_turn_alone_leave_stripped_history_unsupervised():
+    strips = (
+        "{% if loop.last %}" + ANSWER + "{% else %}{{ m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{% endif %}"
+    )
+    conversation = talk("a", "<think>x, and long</think>b", "c", "<think>y</think>d")
+    assert spans(tokenizer(tagged(strips)), conversation) == ["<think>y</think>d<|im_end|>"]
+
+
+def test_tags_around_a_turn_that_its_generation_prompt_does_not_begin():
+    thinks = tagged(ANSWER).replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+    assert spans(tokenizer(thinks), talk("a", "<think>\nx</think>b")) == ["x</think>b<|im_end|>"]
+    problem = refused(tokenizer(thinks), talk("a", "b"))
+    assert "messages[1]: token" in problem.where
+    assert "--template-kwargs" in problem.fix
 
 
 def test_tags_closing_token_comes_from_the_template():

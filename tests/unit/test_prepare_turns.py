@@ -36,6 +36,11 @@ TAGGED = (
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m['content'] + '<|im_end|>\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
+TAGGED_REASONS = TAGGED.replace("<think>\n' }}", "' }}").replace(
+    "{{ m['content'] + '<|im_end|>' }}",
+    "{% if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>' }}",
+)
 
 
 def tokenizer(template: str) -> Any:
@@ -177,6 +182,18 @@ def test_thinking_removed_from_earlier_turns(run):  # trl#6361, gem#44: stored i
     assert shown(tok, first)[1] == "<think>x</think>b<|im_end|>"
     assert shown(tok, second)[1] == "<think>y</think>d<|im_end|>"
     assert "x" not in tok.decode(second.input_ids)
+
+
+def test_reasoning_that_tags_would_lose_from_earlier_turns(run):
+    row = turns("a", "b", "c", "d")
+    row["messages"][1]["reasoning_content"], row["messages"][3]["reasoning_content"] = "x", "y"
+    tok = tokenizer(TAGGED_REASONS)
+    preparation, samples = run(tok, row)
+    assert samples == []
+    (problem,) = preparation.summary.problems
+    assert (problem.code, "--explode-turns" in problem.fix) == ("HS303", True)
+    _, exploded = run(tok, row, explode_turns=True)
+    assert [shown(tok, s)[1] for s in exploded] == [f"<think>{t}</think>{a}<|im_end|>" for t, a in ("xb", "yd")]
 
 
 def test_think_of_the_generation_prompt_inside_a_tag_is_not_supervised(run):
