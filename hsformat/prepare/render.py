@@ -10,7 +10,7 @@ token by token. Where that fails there is no mask, but a problem.
 
 With a fast tokenizer the texts are compared and each is tokenized once, in pieces between which a cut is proved
 (``pieces``). What that does not prove is tokenized for each shorter conversation anew: it is proved then, or refused.
-This module may import ``problems`` and the modules of this package that it names.
+This module may import ``problems``, ``digests``, ``record`` and the modules of this package.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
+from hsformat.digests import canonical_json
 from hsformat.prepare.conversation import Conversation
 from hsformat.prepare.messages import REASONING_KEYS
 from hsformat.prepare.pieces import Pieces
 from hsformat.prepare.template import Mismatch, Template, after_prompt, analysed, split_marks
 from hsformat.prepare.tokenizer import ChatTokenizer, EndOfTurn, flat_ids
-from hsformat.problems import HsError, Problem, Severity, problem
+from hsformat.problems import ForeignFileError, HsError, Problem, Severity, problem
+from hsformat.record import Provenance
 
 __all__ = ["Rendered", "Renderer"]
 
@@ -61,7 +63,8 @@ class Renderer:
     Raises
     ------
     HsError
-        HS303: a template argument has the name of one of ``apply_chat_template``'s own.
+        HS303: a template argument has the name of one of ``apply_chat_template``'s own, or they are no JSON that can be
+        stored with the records.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, template_kwargs: dict[str, Any]) -> None:
@@ -70,9 +73,18 @@ class Renderer:
             raise HsError(problem("HS303", where="template arguments", got=", ".join(wrong), severity=Severity.ERROR,
                                   expected="variables of the template, such as enable_thinking",
                                   fix="leave them out"))  # fmt: skip
+        try:
+            Provenance(template_kwargs=template_kwargs)
+            canonical_json(template_kwargs)
+        except (ValueError, TypeError, RecursionError) as e:  # a surrogate, NaN, an integer beyond 2**53, an object
+            got = str(e).splitlines()[0] if str(e) else type(e).__name__
+            raise HsError(problem("HS303", where="template arguments", got=got, severity=Severity.ERROR,
+                                  expected="JSON values that are kept exactly, since they are stored with each record",
+                                  fix="write such a number as text, or leave it out")) from e  # fmt: skip
         self._tokenizer = tokenizer
         self._pieces = Pieces.of(tokenizer)
         self._kwargs = template_kwargs
+        self._compiled: set[str] = set()
         self._ends: dict[str, EndOfTurn] = {}
         self._prompts: dict[str, str] = {}
 
@@ -82,7 +94,7 @@ class Renderer:
         Raises
         ------
         HsError
-            HS303: the tokenizer has no chat template.
+            HS303: the tokenizer has no chat template. HS602: that template is no program.
         """
         return self._guarded(conversation, self._supervised)
 
@@ -95,7 +107,7 @@ class Renderer:
         Raises
         ------
         HsError
-            HS303: the tokenizer has no chat template.
+            HS303: the tokenizer has no chat template. HS602: that template is no program.
         """
         return self._guarded(conversation, self._served)
 
@@ -105,7 +117,7 @@ class Renderer:
         Raises
         ------
         HsError
-            HS303: the tokenizer has no chat template.
+            HS303: the tokenizer has no chat template. HS602: that template is no program.
         """
         return self._guarded(conversation, self._prompt)
 
@@ -278,12 +290,31 @@ class Renderer:
 
     def _template(self, c: Conversation) -> Template:
         try:
-            return analysed(self._tokenizer.get_chat_template(tools=c.tools))
+            template = analysed(self._tokenizer.get_chat_template(tools=c.tools))
         except ValueError as e:
             raise HsError(problem("HS303", where="tokenizer", got="no chat template",
                                   expected="a chat template, to render messages", severity=Severity.ERROR,
                                   fix="add chat_template.jinja to the model folder, or give input_ids and loss_mask",
                                   )) from e  # fmt: skip
+
+        if template.digest not in self._compiled:
+            self._check_compiles(template)
+            self._compiled.add(template.digest)
+        return template
+
+    def _check_compiles(self, template: Template) -> None:
+        """Refuse, once for all rows, a template that is no program: no conversation could be changed to suit it."""
+        try:
+            self._render(_QUESTION, template.text, None, tokenize=False)
+        except Mismatch as e:
+            broken = e.__cause__
+            if not any(cls.__name__ == "TemplateSyntaxError" for cls in type(broken).__mro__):  # of Jinja
+                return
+            place = f"tokenizer: chat template: line {getattr(broken, 'lineno', '?')}"
+            raise ForeignFileError(problem("HS602", where=place, got=e.got,
+                                           expected="a template that Jinja compiles", severity=Severity.ERROR,
+                                           fix="repair chat_template.jinja of the model folder, or get it again",
+                                           )) from e  # fmt: skip
 
     def _end_of_turn(self, template: Template) -> EndOfTurn:
         if template.digest not in self._ends:

@@ -396,3 +396,44 @@ def test_transformers_missing_names_the_command(monkeypatch):
     with pytest.raises(HsError) as e:
         load_tokenizer(TINY)
     assert "pip install 'hsformat[transformers]'" in e.value.problems[0].fix
+
+
+def test_a_chat_template_that_is_no_text(tmp_path):
+    for given in ("5", '{"default": 5}'):
+        for file in TINY.glob("tokenizer*.json"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = (TINY / "tokenizer_config.json").read_text("utf-8").rstrip().removesuffix("}")
+        (tmp_path / "tokenizer_config.json").write_text(f'{config}, "chat_template": {given}}}')
+        with pytest.raises(ForeignFileError) as e:
+            load_tokenizer(tmp_path)
+        assert e.value.problems[0].code == "HS602"
+        assert "chat_template" in e.value.problems[0].where or "5" in e.value.problems[0].got
+
+
+@pytest.mark.parametrize(("text", "got"), [("[" * 100_000, "recursion"), ("[]", "a JSON list")])
+def test_a_generation_config_that_is_none_says_what_was_found(tmp_path, text, got):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ForeignFileError) as e:
+        EndOfTurn(tokenizer(name_or_path=str(tmp_path)), example=[])
+    (problem,) = e.value.problems
+    assert (problem.code, got in problem.got) == ("HS602", True)
+
+
+@pytest.mark.parametrize("broken", ["{% if %}", "{{ 1 | no_such_filter }}", "{% endfor %}"])
+def test_a_template_that_is_no_program_is_one_error_for_all_rows(broken):
+    renderer = Renderer(tokenizer("line\n" + broken + CHATML), template_kwargs={})
+    for render in (renderer.conversation, renderer.turn, renderer.prompt):
+        with pytest.raises(ForeignFileError) as e:
+            render(talk("a", "b"))
+        (problem,) = e.value.problems
+        assert (problem.code, problem.record, "line 2" in problem.where) == ("HS602", None, True)
+        assert "conversation" not in problem.fix
+
+
+@pytest.mark.parametrize(
+    "value", [2**53 + 1, [{"a": -(2**60)}], "\ud800", {"\ud800": 1}, float("nan"), float("inf"), {1}, b"a"], ids=repr
+)
+def test_template_arguments_that_no_record_can_hold(value):
+    with pytest.raises(HsError) as e:
+        Renderer(tokenizer(CHATML), template_kwargs={"mood": value})
+    assert (e.value.problems[0].code, e.value.problems[0].where) == ("HS303", "template arguments")

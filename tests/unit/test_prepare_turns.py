@@ -270,3 +270,23 @@ def test_truncation_inside_the_only_assistant_turn(run):
     assert (cut.loss_mask.sum(), preparation.summary.truncated) == (2, 1)
     preparation, samples = run(tok, turns("a", "one two three four"), max_length=n - 2)
     assert (samples, dict(preparation.summary.dropped)) == ([], {"no-supervision-after-truncation": 1})
+
+
+def test_an_id_that_its_turn_makes_too_long_is_said_by_the_preparation(run):
+    tok = tokenizer(CHATML)
+    preparation, samples = run(tok, turns("a", "b") | {"id": "x" * 1022}, turns("a", "b") | {"id": "y" * 1024},
+                               explode_turns=True)  # fmt: skip
+    assert [len(s.id) for s in samples] == [1024]
+    (problem,) = preparation.summary.problems
+    assert (problem.code, "1,026 bytes" in problem.got) == ("HS107", True)
+    _, samples = run(tok, turns("a", "b") | {"id": "y" * 1024})
+    assert len(samples) == 1
+
+
+@pytest.mark.parametrize("more", ["", ', "n": 1'])
+def test_half_a_character_in_the_text_of_arguments_is_called_by_its_name(more):
+    call = {"function": {"name": "f", "arguments": f'{{"a": "\\ud800"{more}}}'}}
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}
+    found = parse_row(Row(where="f: line 1", value=row))
+    assert isinstance(found, list)
+    assert [(p.code, "surrogate" in p.got) for p in found] == [("HS602", True)]
