@@ -40,8 +40,8 @@ def canonical_json(value: Any) -> bytes:
     Raises
     ------
     ValueError
-        A number is not finite or is an integer beyond 2**53, which JSON readers do not keep exactly. UnicodeEncodeError,
-        which is one: text holds half a character, which UTF-8 has no bytes for.
+        A number is not finite or is an integer beyond 2**53, which JSON readers do not keep exactly. As one:
+        UnicodeEncodeError, where text holds half a character, which UTF-8 has no bytes for.
     """
     if _is_plain(value):  # the C encoder then writes the same bytes, several times faster
         return _PLAIN.encode(value).encode()
