@@ -1,9 +1,10 @@
 """What a forward pass takes, from the config alone: floating-point operations of the target's layers.
 
-Counted are two operations for each parameter of a matrix that a token goes through (of experts, those that it is routed
-to), and the products of attention: two for each number of a key and of a value that a token attends to, in each head,
-within the window where a layer slides. Left out are norms, activations, biases and the embedding, which is a look-up;
-and the head, except for tokens that the target writes. Matrices as in Transformers 5.24.0. May import ``target.config``.
+Counted are two operations for each parameter of a matrix that a token goes through (of experts, those that it is
+routed to), and the products of attention: two for each number of a key and of a value that a token attends to, in
+each head, within the window where a layer slides. Left out are norms, activations, biases and the embedding, which is
+a look-up; and the head, except for tokens that the target writes. Matrices as in Transformers 5.24.0. May import
+``target.config``.
 """
 
 from __future__ import annotations
