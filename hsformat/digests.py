@@ -40,11 +40,17 @@ def canonical_json(value: Any) -> bytes:
     Raises
     ------
     ValueError
-        A number is not finite or is an integer beyond 2**53, which JSON readers do not keep exactly.
+        A number is not finite or is an integer beyond 2**53, which JSON readers do not keep exactly. As one:
+        UnicodeEncodeError, where text holds half a character, which UTF-8 has no bytes for.
     """
     if _is_plain(value):  # the C encoder then writes the same bytes, several times faster
         return _PLAIN.encode(value).encode()
-    return rfc8785.dumps(value)
+    try:
+        return rfc8785.dumps(value)
+    except rfc8785.CanonicalizationError as e:
+        if isinstance(e.__cause__, UnicodeError):
+            raise e.__cause__ from None
+        raise
 
 
 def _is_plain(value: Any) -> bool:

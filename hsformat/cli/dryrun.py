@@ -25,7 +25,8 @@ _STYLE = "bold green"
 _SHOWN_CHARACTERS = 4_000
 """Of one sample; what is left out is counted."""
 _BAR = 40
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What commands a terminal, and what turns the direction of text round, so that other text is seen than is there."""
 
 
 def run_dry(preparation: Preparation, tokenizer: Any, rows: int, format: Format) -> NoReturn:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hsformat.store import Store
     from hsformat.store.arrays import Dimensions
     from hsformat.store.size import Plan
+    from hsformat.target.operations import ForwardCost
 
 __all__ = ["Found", "estimate"]
 
@@ -57,6 +58,10 @@ def estimate(
     tokens_per_second: Annotated[
         float | None, typer.Option(help="Rate of the run, as the progress of a short one shows it.", min=1e-9)
     ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(help="10^12 operations that the engine sustains in a second, for the time.", min=1e-9),
+    ] = None,
     format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
 ) -> None:
     """Say what a run will take, before it and without the target's weights: tokens, bytes, files, free space, time.
@@ -66,6 +71,8 @@ def estimate(
     """
     _check_options(data, model, layers, tokens=tokens, records=records, hidden_size=hidden_size, captures=captures)
     kwargs = json_object("--template-kwargs", template_kwargs)
+    if tflops is not None and model is None:
+        raise typer.BadParameter("the target's config says what a token takes", param_hint="--model")
     if data is None and (max_length is not None or explode_turns or kwargs):
         raise typer.BadParameter("says how data is prepared, and there is none", param_hint="--data")
     with json_errors(wanted=format is Format.JSON):
@@ -80,6 +87,7 @@ def estimate(
             plan=Plan(dimensions, segment_bytes=segment_mib * _MIB),
             needs=Needs(dimensions, max_new_tokens=generate),
             generate=generate,
+            cost=_cost(model),
         )
         if data is not None and model is not None:
             preparation = PreparationOptions(
@@ -92,9 +100,11 @@ def estimate(
             found.stored = _stored(out)
             found.add_data(preparation, model)
         elif tokens is not None:
+            _check_place(out)
             found.add_numbers(tokens, records or 1)
         problems = found.problems(out)
-        facts = report_facts(found, out, segment_mib=segment_mib, commit_seconds=commit_seconds, rate=tokens_per_second)
+        facts = report_facts(found, out, segment_mib=segment_mib, commit_seconds=commit_seconds, rate=tokens_per_second,
+                             tflops=tflops)  # fmt: skip
     if format is Format.JSON:
         report = {**facts, "problems": [p.to_dict() for p in problems], "exit_code": int(exit_code(problems))}
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
@@ -165,12 +175,33 @@ def _dimensions(
     )
 
 
-def _stored(out: str | None) -> Store | None:
-    """Return the store that a run would go on with, if there is one."""
-    from hsformat.cli.info import open_to_describe
-    from hsformat.store import exists
+def _cost(model: Path | None) -> ForwardCost | str:
+    """Return what a forward pass takes, or why that is not known."""
+    from hsformat.target.config import read_config
+    from hsformat.target.operations import forward_cost
 
-    return open_to_describe(out) if out is not None and exists(out) else None
+    return "without --model nothing says what a token takes" if model is None else forward_cost(read_config(model))
+
+
+def _stored(out: str | None) -> Store | None:
+    """Return the store that a run would go on with, if there is one; HS501 where something else is there."""
+    from hsformat.cli.info import open_to_describe
+    from hsformat.store import check_new, exists
+
+    if out is not None and exists(out):
+        stored: Store = open_to_describe(out)
+        return stored
+    if out is not None:
+        check_new(out)
+    return None
+
+
+def _check_place(out: str | None) -> None:
+    """Refuse (HS501) what extract would refuse to write to, without a request to an object store."""
+    from hsformat.store.places import free_bytes
+
+    if out is not None and free_bytes(out) is not None:
+        _stored(out)
 
 
 @dataclass(kw_only=True)
@@ -181,6 +212,8 @@ class Found:
     ----------
     generate
         Tokens that each answer may have.
+    cost, operations
+        What a forward pass takes, or why that is not known; and of all that is counted.
     stored
         The store that a run would go on with.
     there
@@ -193,6 +226,8 @@ class Found:
     plan: Plan
     needs: Needs
     generate: int
+    cost: ForwardCost | str
+    operations: int = 0
     stored: Store | None = None
     there: int = 0
     summary: Summary | None = None
@@ -214,6 +249,7 @@ class Found:
                     n = len(sample) + self.generate
                     self.needs.add(sample)
                     self.plan.add(PlannedRecord(sample.id, n, n))
+                    self._add_operations(n)
                 listener(samples.summary)
         self.summary = samples.summary
 
@@ -226,6 +262,11 @@ class Found:
         for length, times in ((each + 1, longer), (each, records - longer)):
             n = length + self.generate
             self.plan.add(PlannedRecord(_ID, n, n), times=times)
+            self._add_operations(n, times=times)
+
+    def _add_operations(self, tokens: int, *, times: int = 1) -> None:
+        if not isinstance(self.cost, str):
+            self.operations += times * self.cost.operations(tokens, written=self.generate)
 
     def problems(self, out: str | None) -> list[Problem]:
         """Return what extract would say about the data, and about the disk of ``out``."""

@@ -28,15 +28,21 @@ __all__ = ["report_facts", "report_lines"]
 
 _MEASURED_MIB = 8
 _WIDTH = 100
+_UNIT_TFLOPS = 100
+"""A rate in which time can be told where none is given: a run takes more or less in proportion."""
 _SHOWN_CAPTURES = 8
 
 
 def report_facts(
-    found: Found, out: str | None, *, segment_mib: int, commit_seconds: float, rate: float | None
+    found: Found, out: str | None, *, segment_mib: int, commit_seconds: float, rate: float | None, tflops: float | None
 ) -> dict[str, Any]:
     """Return all figures, and under ``basis`` what they rest on."""
     d, size = found.dimensions, found.plan.finish()
     kinds, encoding = _kinds(d, size), _encoding_rate(d)
+    operations = None if isinstance(found.cost, str) else found.operations
+    basis = _basis(found, commit_seconds, rate, tflops)
+    if rate is None and tflops is not None and operations:
+        rate = size.tokens / (operations / (tflops * 1e12))
     return {
         "records": size.records,
         "tokens": size.tokens,
@@ -58,11 +64,12 @@ def report_facts(
         "files": size.files if found.stored is None else size.files - 2,  # a store that is there has its root
         "out": out,
         "free": None if out is None else free_bytes(out),
+        "operations": operations,
         "seconds": None if rate is None else size.tokens / rate,
         "more_segments_by_time": None if rate is None else _by_time(size, commit_seconds, rate),
         "encoding_bytes_per_second": round(encoding),
         "encoding_seconds": sum(kinds["states"].values()) / encoding,
-        "basis": _basis(found, commit_seconds, rate),
+        "basis": basis,
         "preparation": None if found.summary is None else found.summary.to_dict(),
     }
 
@@ -95,7 +102,7 @@ def _encoding_rate(dimensions: Dimensions) -> float:
     return states.nbytes / best
 
 
-def _basis(found: Found, commit_seconds: float, rate: float | None) -> dict[str, str]:
+def _basis(found: Found, commit_seconds: float, rate: float | None, tflops: float | None) -> dict[str, str]:
     d, generate = found.dimensions, found.generate
     tokens = "given" if found.summary is None else "counted, by preparing the data as a run does"
     if d.codec == "fast":
@@ -115,11 +122,24 @@ def _basis(found: Found, commit_seconds: float, rate: float | None) -> dict[str,
         "at_least": f"{least}, with one new token a record" if generate else least,
         "segments": f"computed by size, in the order of the data; a run also commits every {commit_seconds:g} s",
         "free": "what the file system says now",
-        "time": "not estimated: give --tokens-per-second, as the progress of a short run shows it"
-        if rate is None
-        else f"at {rate:g} tokens/s, as given",
+        "time": _basis_of_time(found, rate, tflops),
         "encoding": f"measured now on {_MEASURED_MIB} MiB of random states; what the disk takes is not measured",
     }
+
+
+def _basis_of_time(found: Found, rate: float | None, tflops: float | None) -> str:
+    measured = "--tokens-per-second, as the progress of a short run shows it"
+    if rate is not None:
+        return f"at {rate:g} tokens/s, as given"
+    if isinstance(found.cost, str):
+        return f"not estimated: {found.cost}; give {measured}"
+    counted = (
+        f"computed from the config: {found.operations:.3g} operations, 2 for each of {found.cost.layers:,} parameters "
+        "that a token goes through, and attention; padding, reading weights and writing states are left out"
+    )
+    if tflops is None:
+        return f"for each {_UNIT_TFLOPS} TFLOP/s that the engine sustains (--tflops): {counted}; or give {measured}"
+    return f"at {tflops:g} TFLOP/s sustained, as given: {counted}"
 
 
 def report_lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -159,7 +179,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     )
     yield "files", f"{facts['files']:,}", "in all"
     if facts["seconds"] is None:
-        yield "time", "not known", basis["time"]
+        hours = None if facts["operations"] is None else facts["operations"] / (_UNIT_TFLOPS * 1e12) / 3600
+        yield "time", "not known" if hours is None else f"{hours:.3g} hours", basis["time"]
     else:
         more = facts["more_segments_by_time"]
         by_time = f"; up to {more:,} segments more by time" if more else ""

@@ -1,4 +1,7 @@
-"""Options that commands share, their types, and checks of their values. May import nothing of hsformat."""
+"""Options that commands share, their types, and checks of their values.
+
+May import ``digests`` and ``strict_json``, on demand.
+"""
 
 from __future__ import annotations
 
@@ -89,11 +92,19 @@ def parse_options(option: str, values: Sequence[str]) -> dict[str, str]:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """Return ``{"a": 1}`` as a dictionary; anything but a JSON object ends with exit code 2."""
+    """Return ``{"a": 1}`` as a dictionary; anything but a JSON object that can be stored ends with exit code 2."""
+    from hsformat.digests import canonical_json
+    from hsformat.strict_json import parse_json
+
     try:
-        value = json.loads(text)
+        value = parse_json(text)
+        canonical_json(value)
     except json.JSONDecodeError as e:
         raise typer.BadParameter(f"not JSON: {e}", param_hint=option) from e
+    except UnicodeError as e:
+        raise typer.BadParameter("a lone surrogate (half a character)", param_hint=option) from e
+    except (ValueError, RecursionError) as e:  # NaN, a name twice, an integer beyond 2**53, nesting without end
+        raise typer.BadParameter(f"not JSON that every reader understands alike: {e}", param_hint=option) from e
     if not isinstance(value, dict):
         raise typer.BadParameter("not a JSON object", param_hint=option)
     return value

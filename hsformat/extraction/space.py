@@ -104,9 +104,10 @@ def check_space(
 ) -> list[Problem]:
     """Compare the free space with what samples need; see :func:`space_problems`.
 
-    Samples are counted until it is certain that they do not fit, at most :data:`COUNT_SECONDS`; then a note says how
-    many were. Nothing is compared where samples can be read only once, or where the place does not say how much is
-    free: no local folder, or a file system that keeps no count.
+    Samples are counted for at most :data:`COUNT_SECONDS`, also where it is certain before that they do not fit: what is
+    asked for is what all of them need. A note says how many were counted, if not all. Nothing is compared where samples
+    can be read only once, or where the place does not say how much is free: no local folder, or a file system that
+    keeps no count.
 
     Parameters
     ----------
@@ -129,8 +130,6 @@ def check_space(
             continue
         seen.add(sample.id)
         needs.add(sample)
-        if needs.least > free:
-            break
     return space_problems(location, free, needs)
 
 

@@ -3,19 +3,20 @@
 A dataset on disk is Arrow IPC streams, listed in ``state.json``; pyarrow maps them into memory. Columns that mean
 nothing to preparation are named in each row and not read. In a struct Arrow cannot tell a key that is missing from one
 that is null, since all rows share the keys of any: null is missing. Rows are counted from 0, as both libraries do.
-This module may import ``problems`` and ``row``; pyarrow is imported on demand.
+This module may import ``problems``, ``row`` and ``target.jsonfiles``; pyarrow is imported on demand.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hsformat.prepare.row import ID_KEYS, MEANING_KEYS, Row, Source, refuse
 from hsformat.problems import HsError, Problem, problem
+from hsformat.target.jsonfiles import read_object
 
 __all__ = ["PARQUET_MAGIC", "open_dataset_folder", "open_parquet"]
 
@@ -55,23 +56,29 @@ def open_dataset_folder(path: Path) -> Source:
     """
     pa = _pyarrow()
     state_path = path / "state.json"
-    try:
-        state = json.loads(state_path.read_text("utf-8"))
-        files = [path / Path(entry["filename"]).name for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        refuse(state_path, "HS602", f"{type(e).__name__}: {_first_line(e)}", "the state that save_to_disk writes",
-               cause=e)  # fmt: skip
+    state = read_object(state_path)
+    listed = state.get("_data_files")
+    if not isinstance(listed, list) or not all(isinstance(e, dict) and _is_name(e.get("filename")) for e in listed):
+        refuse(state_path, "HS602", f"_data_files: {repr(listed)[:80]}", 'a list of {"filename": ...}, as save_to_disk '
+               "writes it")  # fmt: skip
+    files = [path / Path(entry["filename"]).name for entry in listed]
     if state.get("_indices_data_files") or state.get("_indices_files"):
         refuse(path, "HS603", "a dataset with a list of indices", "rows in the order in which they are stored",
                "load it, then dataset.flatten_indices().save_to_disk(...)")  # fmt: skip
-    count, names = 0, ()
+    count, names = 0, None
     for file in files:
         try:
-            for batch in _stream(file):
-                count, names = count + batch.num_rows, batch.schema.names
+            with _opened(file) as stream:
+                own = tuple(stream.schema.names)
+                count += sum(batch.num_rows for batch in stream)
         except (pa.ArrowException, OSError) as e:
             refuse(file, "HS602", _first_line(e), "a whole Arrow stream", cause=e)
-    return _nonempty(_DatasetFolder(path=path, files=tuple(files), rows_stated=count, names=tuple(names)))
+        if names is not None and sorted(own) != sorted(names):
+            differ = ", ".join(sorted({*own} ^ {*names})) or "one of them twice"
+            refuse(file, "HS603", f"columns {', '.join(own)}"[:200], f"the columns of {files[0].name}; they differ in "
+                   f"{differ[:200]}", "save the rows again as one dataset")  # fmt: skip
+        names = names or own
+    return _nonempty(_DatasetFolder(path=path, files=tuple(files), rows_stated=count, names=names or ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,12 @@ class _Columns:
     path: Path
     rows_stated: int
     names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        twice = sorted({n for n in _wanted(self.names) if self.names.count(n) > 1})
+        if twice:
+            refuse(self.path, "HS603", f"several columns named {', '.join(twice)}", "one column a name",
+                   "drop or rename the others")  # fmt: skip
 
     def count(self) -> int:
         return self.rows_stated
@@ -116,21 +129,34 @@ class _DatasetFolder(_Columns):
         return (batch.select(names) for file in self.files for batch in _stream(file))
 
 
-def _stream(path: Path) -> Iterator[Any]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     pa = _pyarrow()
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
+        yield reader
+
+
+def _stream(path: Path) -> Iterator[Any]:
+    with _opened(path) as reader:
         yield from reader
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value and Path(value).name != ""
 
 
 def _wanted(names: Iterable[str]) -> list[str]:
     return [n for n in names if n in ID_KEYS or n in MEANING_KEYS]
 
 
-def _values(batch: Any) -> Iterator[dict[str, Any] | ValueError]:
-    """Yield each row as Python objects, or why there are none: Arrow does not look whether text is UTF-8."""
+def _values(batch: Any) -> Iterator[dict[str, Any] | ValueError | OverflowError]:
+    """Yield each row as Python objects, or why there are none.
+
+    Arrow does not look whether text is UTF-8, and its times reach further than Python's.
+    """
     try:
         rows = batch.to_pylist()
-    except ValueError as e:
+    except (ValueError, OverflowError) as e:
         if batch.num_rows == 1:
             yield e
         else:
@@ -141,7 +167,7 @@ def _values(batch: Any) -> Iterator[dict[str, Any] | ValueError]:
             yield {k: _without_nulls(v) for k, v in row.items()}
 
 
-def _bad(where: str, e: ValueError) -> Problem:
+def _bad(where: str, e: ValueError | OverflowError) -> Problem:
     return problem("HS602", where=where, got=_first_line(e), expected="values as their column's type says",
                    fix="repair the row")  # fmt: skip
 

@@ -16,7 +16,7 @@ from hsformat.prepare.messages import Found, format_problem, messages_of, shown,
 from hsformat.prepare.row import ID_KEYS, MEANING_KEYS, Row
 from hsformat.problems import Problem, problem
 
-__all__ = ["Conversation", "TokenRow", "parse_row"]
+__all__ = ["Conversation", "TokenRow", "check_id", "parse_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,15 @@ def parse_row(row: Row) -> Conversation | TokenRow | list[Problem]:
         meaning = {"messages": found.messages} | ({} if tools is None else {"tools": tools})
     try:
         digest = "" if found.wrong else digest_json(meaning)
+    except UnicodeError:
+        return [problem("HS602", where=where, got="a lone surrogate (half a character)",
+                        expected="text that UTF-8 can hold", fix="repair the escape")]  # fmt: skip
     except (ValueError, RecursionError) as e:
         return [problem("HS602", where=where, got=str(e), expected="numbers that JSON keeps exactly",
                         fix="write such numbers as text")]  # fmt: skip
     given = next((value[k] for k in ID_KEYS if value.get(k) is not None), None)
     rid = f"c-{digest[7:23]}" if given is None else str(given)
-    problems = [] if given is None else list(_check_id(given, where))
+    problems = [] if given is None else list(check_id(given, f"{where}: id"))
     if given is not None or digest:
         where = f"{where}: {'conversation' if forms else 'record'} {rid[:80]!r}"
     record = None if given is None and found.wrong else rid
@@ -99,10 +102,12 @@ def parse_row(row: Row) -> Conversation | TokenRow | list[Problem]:
                     loss_mask=value["loss_mask"])  # fmt: skip
 
 
-def _check_id(given: Any, where: str) -> Iterator[Problem]:
+def check_id(given: Any, where: str) -> Iterator[Problem]:
+    """Yield HS107 for an id that no record can have."""
     if (isinstance(given, str) and 0 < len(given.encode()) <= MAX_ID_BYTES) or type(given) is int:
         return
-    yield problem("HS107", where=f"{where}: id", got=repr(given)[:80],
+    got = f"{repr(given)[:80]}, {len(given.encode()):,} bytes" if isinstance(given, str) else repr(given)[:80]
+    yield problem("HS107", where=where, got=got,
                   expected=f"text of 1 to {MAX_ID_BYTES} bytes, or an integer",
                   fix="give each row a short id of its own, or none")  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hsformat.checks import token_range_problem
-from hsformat.prepare.conversation import Conversation, TokenRow, parse_row
+from hsformat.prepare.conversation import Conversation, TokenRow, check_id, parse_row
 from hsformat.prepare.render import Rendered, Renderer
 from hsformat.prepare.rows import Row, read_rows
 from hsformat.prepare.summary import Summary
@@ -168,7 +168,9 @@ class Preparation:
         for n, i in enumerate(ends):
             turn = replace(item, id=f"{item.id}#{n}", content=item.content[:12] + n.to_bytes(4, "big"),
                            messages=item.messages[: i + 1])  # fmt: skip
-            if (known := _known(turn, contents, key=turn.id)) is not None:
+            if problems := list(check_id(turn.id, f"{item.where}: id of turn {n}")):
+                yield problems
+            elif (known := _known(turn, contents, key=turn.id)) is not None:
                 yield known
             elif self._for_generation:
                 yield self._prompt(turn, summary)

@@ -1,14 +1,16 @@
 """Rendering: a conversation to ids and mask, from the template's generation tags or turn by turn.
 
 Both ways prove every boundary. With tags, the rendering is repeated with marks inside the tags: without the marks it
-must be the same text, and each mark must fall between two tokens. Transformers' own assistant mask is not used: where a
+must be the same text, and each mark must fall between two tokens; and each turn inside tags must stand where it is
+served: after what is rendered of the turns before it with the generation prompt, and as it is rendered while it is the
+last. Transformers' own assistant mask is not used: where a
 span ended at token 0 or in stripped white space, it ran to the end (transformers#47325). Without tags, which stock
 templates lack (transformers#34172), the rendering of each shorter conversation must be a prefix of that of the longer,
 token by token. Where that fails there is no mask, but a problem.
 
 With a fast tokenizer the texts are compared and each is tokenized once, in pieces between which a cut is proved
 (``pieces``). What that does not prove is tokenized for each shorter conversation anew: it is proved then, or refused.
-This module may import ``problems`` and the modules of this package that it names.
+This module may import ``problems``, ``digests``, ``record`` and the modules of this package.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
+from hsformat.digests import canonical_json
 from hsformat.prepare.conversation import Conversation
 from hsformat.prepare.messages import REASONING_KEYS
 from hsformat.prepare.pieces import Pieces
 from hsformat.prepare.template import Mismatch, Template, after_prompt, analysed, split_marks
 from hsformat.prepare.tokenizer import ChatTokenizer, EndOfTurn, flat_ids
-from hsformat.problems import HsError, Problem, Severity, problem
+from hsformat.problems import ForeignFileError, HsError, Problem, Severity, problem
+from hsformat.record import Provenance
 
 __all__ = ["Rendered", "Renderer"]
 
@@ -33,7 +37,7 @@ _ONE_WORD_ANSWER = [*_QUESTION, {"role": "assistant", "content": "Yes"}]
 
 _STRIPPED = (
     "the template renders a turn otherwise once it is history (thinking is stripped): give --explode-turns, one record "
-    "a turn as it is served, or give the template generation tags"
+    "a turn as it is served"
 )
 _OTHER_PROMPT = (
     "the template renders this turn otherwise than its own generation prompt begins it (a <think> that the answer "
@@ -59,7 +63,8 @@ class Renderer:
     Raises
     ------
     HsError
-        HS303: a template argument has the name of one of ``apply_chat_template``'s own.
+        HS303: a template argument has the name of one of ``apply_chat_template``'s own, or they are no JSON that can be
+        stored with the records.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, *, template_kwargs: dict[str, Any]) -> None:
@@ -68,9 +73,18 @@ class Renderer:
             raise HsError(problem("HS303", where="template arguments", got=", ".join(wrong), severity=Severity.ERROR,
                                   expected="variables of the template, such as enable_thinking",
                                   fix="leave them out"))  # fmt: skip
+        try:
+            Provenance(template_kwargs=template_kwargs)
+            canonical_json(template_kwargs)
+        except (ValueError, TypeError, RecursionError) as e:  # a surrogate, NaN, an integer beyond 2**53, an object
+            got = str(e).splitlines()[0] if str(e) else type(e).__name__
+            raise HsError(problem("HS303", where="template arguments", got=got, severity=Severity.ERROR,
+                                  expected="JSON values that are kept exactly, since they are stored with each record",
+                                  fix="write such a number as text, or leave it out")) from e  # fmt: skip
         self._tokenizer = tokenizer
         self._pieces = Pieces.of(tokenizer)
         self._kwargs = template_kwargs
+        self._compiled: set[str] = set()
         self._ends: dict[str, EndOfTurn] = {}
         self._prompts: dict[str, str] = {}
 
@@ -80,7 +94,7 @@ class Renderer:
         Raises
         ------
         HsError
-            HS303: the tokenizer has no chat template.
+            HS303: the tokenizer has no chat template. HS602: that template is no program.
         """
         return self._guarded(conversation, self._supervised)
 
@@ -93,7 +107,7 @@ class Renderer:
         Raises
         ------
         HsError
-            HS303: the tokenizer has no chat template.
+            HS303: the tokenizer has no chat template. HS602: that template is no program.
         """
         return self._guarded(conversation, self._served)
 
@@ -103,7 +117,7 @@ class Renderer:
         Raises
         ------
         HsError
-            HS303: the tokenizer has no chat template.
+            HS303: the tokenizer has no chat template. HS602: that template is no program.
         """
         return self._guarded(conversation, self._prompt)
 
@@ -122,15 +136,18 @@ class Renderer:
     def _supervised(self, c: Conversation, template: Template) -> Rendered:
         turns = [i for i, m in enumerate(c.messages) if m["role"] == "assistant"]
         _check_reasoning(c, template, turns)
-        by = self._by_tags(c, template) if self._has_tags(template) else self._by_turns(c, template, turns)
-        return _masked(*by, template)
+        if not self._has_tags(template):
+            return _masked(*self._by_turns(c, template, turns), template)
+        text, edges = self._tagged(c, template)
+        self._check_as_served(c, template, turns, text, edges)
+        return _masked(*self._by_tags(template, text, edges), template)
 
     def _served(self, c: Conversation, template: Template) -> Rendered:
         last = len(c.messages) - 1
         _check_reasoning(c, template, [last])
         if not self._has_tags(template) or not last:
             return _masked(*self._by_turns(c, template, [last]), template)
-        ids, spans = self._by_tags(c, template)
+        ids, spans = self._by_tags(template, *self._tagged(c, template))
         prompt = self._ids(c, template, last, prompt=True)
         self._check_prefix(prompt, ids, f"messages[{last}]", "its generation prompt", _OTHER_PROMPT)
         n = len(prompt)
@@ -141,17 +158,52 @@ class Renderer:
 
     # -- generation tags
 
-    def _by_tags(self, c: Conversation, template: Template) -> tuple[list[int], Spans]:
-        text, edges = split_marks(self._render(c.messages, template.marked or "", c.tools, tokenize=False))
+    def _tagged(self, c: Conversation, template: Template) -> tuple[str, list[int]]:
+        """Return the text of a conversation, and in it the edges of what its tags hold: first, end, first, end, ..."""
+        marked = self._render(c.messages, template.marked or "", c.tools, tokenize=False)
         plain = self._render(c.messages, template.text, c.tools, tokenize=False)
+        text, edges = split_marks(marked)
         if text != plain:
             at = _first_difference(text, plain)
             raise Mismatch(f"character {at}", got=repr(text[at : at + 20]), expected=repr(plain[at : at + 20]),
                             fix="keep filters outside the generation tags: marks in them change the text")  # fmt: skip
-        prompt, end = self._generation_prompt(template), self._end_of_turn(template)
+        prompt = self._generation_prompt(template)
         edges[::2] = [min(after_prompt(text, a, prompt), b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        return text, edges
+
+    def _by_tags(self, template: Template, text: str, edges: list[int]) -> tuple[list[int], Spans]:
+        end = self._end_of_turn(template)
         ids, cuts = self._cut(text, edges)
         return ids, [(a, end.find(ids, a, b, exact=True)) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+
+    def _check_as_served(
+        self, c: Conversation, template: Template, turns: list[int], text: str, edges: list[int]
+    ) -> None:
+        """Refuse a text in which a turn inside tags stands otherwise than the target writes it, from the last one back.
+
+        Turns outside tags are not trained on; templates may strip them. So the walk ends at the first edge.
+        """
+        header = self._generation_prompt(template)
+        for i in reversed(turns):
+            if not edges:
+                return
+            turn, begin = f"messages[{i}]", 0
+            if i:  # none can be rendered for an assistant turn that comes first
+                (prompt,) = self._texts(c, template, [i], prompt=True)
+                begin = len(prompt.removesuffix(header))
+                same = text.startswith(prompt[:begin])
+                if same and edges[-1] <= begin:
+                    continue
+                self._check_text(prompt, text, turn, "its generation prompt", _OTHER_PROMPT if same else _STRIPPED)
+            if i + 1 < len(c.messages):
+                upto, of_upto = self._tagged(replace(c, messages=c.messages[: i + 1]), template)
+                stop = of_upto[-1] if of_upto and of_upto[-1] > begin else len(upto.rstrip())
+                self._check_text(upto[:stop], text, turn, "the conversation up to this turn", _STRIPPED)
+            edges = [edge for edge in edges if edge < begin]
+
+    def _check_text(self, prefix: str, text: str, turn: str, what: str, fix: str) -> None:
+        if not text.startswith(prefix):
+            self._check_prefix(self._cut(prefix, [])[0], self._cut(text, [])[0], turn, what, fix)
 
     def _cut(self, text: str, edges: list[int]) -> tuple[list[int], list[int]]:
         """Return the ids of a text, and the token at which each edge, a character, falls between two tokens."""
@@ -238,12 +290,31 @@ class Renderer:
 
     def _template(self, c: Conversation) -> Template:
         try:
-            return analysed(self._tokenizer.get_chat_template(tools=c.tools))
+            template = analysed(self._tokenizer.get_chat_template(tools=c.tools))
         except ValueError as e:
             raise HsError(problem("HS303", where="tokenizer", got="no chat template",
                                   expected="a chat template, to render messages", severity=Severity.ERROR,
                                   fix="add chat_template.jinja to the model folder, or give input_ids and loss_mask",
                                   )) from e  # fmt: skip
+
+        if template.digest not in self._compiled:
+            self._check_compiles(template)
+            self._compiled.add(template.digest)
+        return template
+
+    def _check_compiles(self, template: Template) -> None:
+        """Refuse, once for all rows, a template that is no program: no conversation could be changed to suit it."""
+        try:
+            self._render(_QUESTION, template.text, None, tokenize=False)
+        except Mismatch as e:
+            broken = e.__cause__
+            if not any(cls.__name__ == "TemplateSyntaxError" for cls in type(broken).__mro__):  # of Jinja
+                return
+            place = f"tokenizer: chat template: line {getattr(broken, 'lineno', '?')}"
+            raise ForeignFileError(problem("HS602", where=place, got=e.got,
+                                           expected="a template that Jinja compiles", severity=Severity.ERROR,
+                                           fix="repair chat_template.jinja of the model folder, or get it again",
+                                           )) from e  # fmt: skip
 
     def _end_of_turn(self, template: Template) -> EndOfTurn:
         if template.digest not in self._ends:

@@ -47,6 +47,9 @@ def open_source(path: str | Path) -> Source:
         raise NothingToOpen(problem("HS602", where=str(path), got="no such file", expected=KNOWN, fix="check the path"))
     if path.is_dir():
         return _open_folder(path)
+    if not path.is_file():
+        what = "a pipe" if path.is_fifo() else "a device or socket"
+        refuse(path, "HS603", f"{what}, which can be read only once", KNOWN, "write it to a file, and name that")
     with open_binary(path) as file:
         start = file.read(8)
     if start.startswith(PARQUET_MAGIC):

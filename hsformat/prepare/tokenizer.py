@@ -1,11 +1,10 @@
 """The target's tokenizer: loading it from its folder, and what rendering needs of it.
 
-This module may import ``problems`` and ``dtypes``; Transformers is imported on demand.
+This module may import ``problems``, ``dtypes`` and ``target.jsonfiles``; Transformers is imported on demand.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 
 from hsformat.dtypes import as_array
 from hsformat.problems import ForeignFileError, HsError, problem
+from hsformat.target.jsonfiles import read_object
 
 __all__ = ["ChatTokenizer", "EndOfTurn", "flat_ids", "load_tokenizer"]
 
@@ -49,7 +49,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises
     ------
     ForeignFileError
-        HS602: no such folder, or no tokenizer can be read in it (its own code would be needed, for instance).
+        HS602: no such folder, or no tokenizer can be read in it (its own code would be needed, for instance), or its
+        chat template is no text.
     HsError
         HS410: Transformers is not installed.
     """
@@ -64,13 +65,20 @@ def load_tokenizer(folder: str | Path) -> Any:
         got = "a file" if path.exists() else "no such folder"
         raise ForeignFileError(problem("HS602", where=str(path), got=got, expected=expected, fix="check the path"))
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, model_max_length=1 << 60
         )
     except Exception as e:  # tokenizers raises bare Exception for a file it cannot parse
         got = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
         fix = "copy the target's tokenizer files into the folder"
         raise ForeignFileError(problem("HS602", where=str(path), got=got, expected=expected, fix=fix)) from e
+    template = getattr(tokenizer, "chat_template", None)
+    texts = list(template.values()) if isinstance(template, dict) else [template]
+    if wrong := [t for t in texts if not isinstance(t, str | None)]:
+        raise ForeignFileError(problem("HS602", where=f"{path}: chat_template", got=repr(wrong[0])[:80],
+                                       expected="the text of a Jinja template, or one for each name",
+                                       fix="copy the target's tokenizer files into the folder"))  # fmt: skip
+    return tokenizer
 
 
 def flat_ids(value: Any) -> list[int]:
@@ -169,9 +177,6 @@ def _configured(tokenizer: ChatTokenizer) -> set[int]:
     ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     path = Path(str(getattr(tokenizer, "name_or_path", ""))) / "generation_config.json"
     if path.is_file():
-        try:
-            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as e:
-            raise ForeignFileError(problem("HS602", where=str(path), got=str(e), expected="a JSON object")) from e
+        given = read_object(path).get("eos_token_id")
         ids |= {i for i in (given if isinstance(given, list) else [given]) if type(i) is int}
     return ids

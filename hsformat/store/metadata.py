@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hsformat.contract import SPEC_VERSION, Contract, parse_contract
-from hsformat.problems import Problem, StoreError, problem
+from hsformat.problems import Problem, Severity, StoreError, problem
 from hsformat.store.backend import Backend, Source
 from hsformat.strict_json import parse_json
 
@@ -29,6 +29,7 @@ __all__ = [
     "json_object",
     "load_contract",
     "new_writer",
+    "other_folder_notes",
     "read_json",
     "root_attribute",
     "segment_names",
@@ -105,6 +106,28 @@ def segment_names(source: Source) -> list[str]:
     """Return the names of all segment folders, committed or not, by writer and then by number."""
     found = [m for name in source.folders(SEGMENTS) if (m := _SEGMENT_NAME.match(name))]
     return [m[0] for m in sorted(found, key=lambda m: (m[1], int(m[2])))]
+
+
+def other_folder_notes(source: Source) -> list[Problem]:
+    """Return a note (HS506) about each folder that holds a commit record and whose name is no segment's.
+
+    Readers pass over folders of other names (rule S-3), and so over all the records of one that was renamed or copied.
+    """
+    fix = "give it its name back (writer and n of its commit record), or move it out of the store"
+    return [
+        problem("HS506", where=f"{source.location}/{SEGMENTS}/{name}", got="a folder with a commit record, which no "
+                "reader reads", expected="a segment's name: <writer>-<n>", fix=fix, severity=Severity.NOTE)
+        for name in source.folders(SEGMENTS)
+        if not is_segment_name(name) and _is_committed(source, f"{SEGMENTS}/{name}/zarr.json")
+    ]  # fmt: skip
+
+
+def _is_committed(source: Source, key: str) -> bool:
+    try:
+        data = read_json(source, key)
+    except OSError:
+        return False
+    return isinstance(data, dict) and hs_attribute(data) is not None
 
 
 def load_contract(backend: Backend) -> tuple[Contract, list[Problem]]:

@@ -12,14 +12,15 @@ from typing import Literal, NamedTuple
 
 from hsformat.contract import Contract
 from hsformat.engines.inspection import require_paths
-from hsformat.problems import ForeignFileError, HsError, NothingToOpen, Problem, problem
+from hsformat.problems import ForeignFileError, HsError, NothingToOpen, Problem
 from hsformat.store.backend import CountedSource, Place, Source
-from hsformat.store.commit import CommitRecord, load_commit, replaced_note
-from hsformat.store.metadata import load_contract, segment_names, segments_group_problems
+from hsformat.store.commit import load_commit, replaced_note
+from hsformat.store.metadata import load_contract, other_folder_notes, segment_names, segments_group_problems
 from hsformat.store.places import backend_for
 from hsformat.target.describe import TargetDescription
 from hsformat.validate.draft import DraftCheck, check_draft
 from hsformat.validate.excerpt import is_greedy, spread
+from hsformat.validate.ids import SeenIds
 from hsformat.validate.levels import SegmentNorms
 from hsformat.validate.norms import norm_problems
 from hsformat.validate.report import Level, Report, Tick
@@ -57,7 +58,7 @@ def validate_store(
     Notes
     -----
     Nothing is raised for what is wrong with the store: a path that is no store is a problem (HS501), too. Segments are
-    read one by one and states in blocks: what memory grows with are ids, of which each must be known once.
+    read one by one and states in blocks: what memory grows with are 8 bytes an id, of which each must be known once.
     """
     try:
         return run(path, level=Level(level), target=target, draft=draft).problems
@@ -97,7 +98,7 @@ def run(
         require_paths(draft.engine, draft=draft.draft, target=target, profile=draft.profile_path)
     contract, problems = load_contract(place)
     report = Report(store=place.location, level=level, problems=problems)
-    report.problems += segments_group_problems(place)
+    report.problems += [*segments_group_problems(place), *other_folder_notes(place)]
     replaced: dict[str, str] = {}
     seen = _look(place, contract, replaced, level=level)
     if replaced:  # by segments that come later: those were looked at for nothing
@@ -136,7 +137,7 @@ class _Seen:
 
 def _look(place: Source, contract: Contract, replaced: dict[str, str], *, level: Level) -> _Seen:
     """Check each segment's commit record and files; names of replaced segments are left out, and added to."""
-    seen, owners = _Seen(), dict[str, str]()
+    seen, ids = _Seen(), SeenIds()
     known = dict(replaced)
     for name in segment_names(place):
         if name in known:
@@ -149,7 +150,7 @@ def _look(place: Source, contract: Contract, replaced: dict[str, str], *, level:
         replaced.update(dict.fromkeys(commit.replaces, name))
         check = SegmentCheck(place, contract, commit)
         seen.problems += check.structure()
-        seen.problems += _duplicates(place, commit, owners)
+        ids.add(commit)
         seen.records += commit.records
         seen.longest = max(seen.longest, *commit.tokens)
         seen.templates.update(commit.provenance[i].template_digest for i in commit.provenance_index)
@@ -157,18 +158,8 @@ def _look(place: Source, contract: Contract, replaced: dict[str, str], *, level:
         planned = check.planned(rows, full=level is Level.FULL)
         counted = Counted(name, commit.records, sum(is_greedy(commit, row) for row in range(commit.records)))
         seen.found.append(_Found(counted, frozenset(check.unreadable), planned))
+    seen.problems += ids.problems(place)
     return seen
-
-
-def _duplicates(source: Source, commit: CommitRecord, owners: dict[str, str]) -> list[Problem]:
-    out, name = [], commit.name
-    for rid in commit.ids:
-        if (owner := owners.setdefault(rid, name)) != name:
-            place = f"{source.location}/{commit.prefix}: record {rid!r}"
-            got, expected = f"an id that segment {owner} has, too", "one record of each id in a store"
-            fix = "hsformat repair --dedupe keeps the record of the older segment"
-            out.append(problem("HS107", where=place, got=got, expected=expected, fix=fix, record=rid))
-    return out
 
 
 def _compare_target(

@@ -366,6 +366,14 @@ def test_extras_that_are_cited_exist():
             assert set(cited.split(",")) <= extras, place
 
 
+def test_extractors_of_the_readme_are_those_that_are_installed():
+    known = set(PYPROJECT["project"]["entry-points"]["hsformat.extractors"])
+    (line,) = re.findall(r"^- Extractors: (.*?)\.", README, re.M)
+    (row,) = (line for line in README.splitlines() if line.startswith("| `--engine "))
+    for text in (line, row.split(" | ")[0].replace("--engine ", "")):
+        assert set(re.findall(r"`([a-z]+)[`,]?", text)) == known, text
+
+
 def test_links_lead_somewhere():
     for place, text in TEXTS.items():
         for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):

@@ -231,7 +231,7 @@ def test_bfloat16_target_overflows_float16():  # elk#208
     assert codes(tiny_record(C, hidden={"d2": h})) == ["HS207"]
 
 
-def test_float8_without_scales():  # vllm PR#39160
+def test_float8_without_scales():  # vllm PR#39160; speculators PR#461, PR#491, PR#1028: not offered, README, Limits
     h = np.ones((7, 8), ml_dtypes.float8_e4m3fn)
     assert codes(tiny_record(C, hidden={"d2": h})) == ["HS207"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -110,3 +112,42 @@ def test_without_a_dry_run_a_store_and_layers_are_needed(monkeypatch, capsys, tm
         monkeypatch.setattr(sys, "argv", [*base, *words])
         assert guarded(app) == 2
         assert "required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value", ["9007199254740993", '"\\ud800"', "NaN", "1e400", "-Infinity", '{"b": 1, "b": 2}', "[" * 100_000]
+)
+def test_template_arguments_that_no_record_can_hold_are_refused_before_anything_is_read(dry, cli, value):
+    kwargs = f'{{"a": {value}}}' if not value.startswith("[[") else value
+    code, _, err = dry(ROWS, "--template-kwargs", kwargs)
+    assert (code, "--template-kwargs" in err) == (2, True)
+    for command in ("extract", "estimate"):
+        words = ("--model", "none", "--data", "none", "--layers", "eagle3", "--out", "none")
+        code, _, err = cli(command, *words, "--template-kwargs", kwargs)
+        assert (code, "--template-kwargs" in err) == (2, True)
+
+
+def test_a_pipe_as_data(cli, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    try:
+        words = ("--model", MODEL, "--data", tmp_path / "pipe", "--layers", "eagle3", "--out", tmp_path / "out")
+        for command in (("extract",), ("extract", "--dry-run"), ("estimate",)):
+            code, _, err = cli(*command, *words)
+            assert (code, "a pipe" in err) == (1, True), command
+    finally:
+        os.close(writer)
+
+
+def test_a_broken_template_is_said_once(dry, tmp_path):
+    folder = tmp_path.with_name(tmp_path.name + "-model")
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    code, _, err = dry(ROWS, "--model", str(folder))
+    assert (code, err.count("error HS602"), "change the conversation" in err) == (1, 1, False)
+
+
+def test_text_that_turns_its_direction_round_is_escaped(dry):
+    _, out, _ = dry([chat("hi", "\u202eevil\u2066x\u200f")])
+    assert not set("\u202e\u2066\u200f") & set(out)
+    assert "\\u202eevil\\u2066x\\u200f" in out

@@ -180,6 +180,23 @@ def test_time_is_never_invented(estimate):
     assert facts["segments"] + facts["more_segments_by_time"] == 30
 
 
+def test_time_from_operations(estimate, cli):
+    words = ("--model", MODEL, "--layers", "2,4,5", "--tokens", 1000, "--records", 10)
+    attention, feed_forward, pairs = 64 * 32 * (4 + 4 + 2 + 2), 3 * 64 * 160, 100 * 101 // 2
+    operations = 10 * 8 * 2 * (100 * (attention + feed_forward) + 2 * 4 * 32 * pairs)
+    facts = estimate(*words)
+    assert (facts["operations"], facts["seconds"]) == (operations, None)
+    text = " ".join(cli("estimate", *words)[1].split())
+    assert f"{operations / 1e14 / 3600:.3g} hours for each 100 TFLOP/s that the engine sustains" in text
+    assert estimate(*words, "--tflops", 1e-6)["seconds"] == pytest.approx(operations / 1e6)
+    assert estimate(*words, "--tflops", 1e-6, "--tokens-per-second", 10)["seconds"] == 100  # what was measured wins
+    written = estimate(*words, "--generate", 10)["operations"]
+    longer = estimate("--model", MODEL, "--layers", "2,4,5", "--tokens", 1100, "--records", 10)["operations"]
+    assert written - longer == 10 * 10 * 2 * 64 * 512  # the head, for each token that is written
+    facts = estimate(*NUMBERS)
+    assert (facts["operations"], "without --model" in facts["basis"]["time"]) == (None, True)
+
+
 def test_every_option_is_used_or_refused(cli, data):
     model = ("--model", MODEL)
     for words in (
@@ -200,6 +217,7 @@ def test_every_option_is_used_or_refused(cli, data):
         (*NUMBERS, "--template-kwargs", '{"a": 1}'),
         (*layout(data), "--template-kwargs", "[]"),
         (*NUMBERS, "--tokens-per-second", 0),
+        (*NUMBERS, "--tflops", 100),
     ):
         assert cli("estimate", *words)[0] == 2, words
 
@@ -253,3 +271,15 @@ def test_a_disk_that_may_be_too_small_is_said_at_once_and_once(cli, estimate, da
     disk(estimate(*words)["bytes"]["at_least"])
     code, out, err = cli("extract", *words)
     assert (code, err.count("warning HS506"), "8 records written" in out) == (0, 1, True)
+
+
+def test_a_place_that_extract_refuses_is_refused(cli, data, tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "other").write_text("x")
+    for place in ("file", "full"):
+        for words in (layout(data), NUMBERS):
+            code, _, err = cli("estimate", *words, "--out", tmp_path / place)
+            assert (code, "HS501" in err) == (2, True), (place, words)
+    (tmp_path / "empty").mkdir()
+    assert cli("estimate", *NUMBERS, "--out", tmp_path / "empty")[0] == 0

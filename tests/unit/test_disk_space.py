@@ -202,7 +202,19 @@ def test_counting_ends_and_says_so(out, disk, monkeypatch):
     assert check_space(out, Dimensions.of(FAST), SAMPLES, known=(), max_new_tokens=0, stopping=lambda: True) == []
 
 
-def test_counting_ends_when_it_is_certain(out, disk):
+def test_a_refusal_is_for_all_samples(out, disk):
+    whole = Needs(Dimensions.of(FAST), max_new_tokens=0)
+    for s in SAMPLES:
+        whole.add(s)
+    disk(100)  # the first sample alone is too much
+    (p,) = check_space(out, Dimensions.of(FAST), SAMPLES, known=(), max_new_tokens=0)
+    assert p.severity is Severity.ERROR
+    assert f"at least {whole.least:,} bytes for {len(SAMPLES)} sample(s)" in p.expected
+    disk(whole.least)
+    assert check_space(out, Dimensions.of(FAST), SAMPLES, known=(), max_new_tokens=0) == []
+
+
+def test_counting_ends_when_time_is_out_and_says_of_how_many(out, disk, monkeypatch):
     class Endless:
         def __iter__(self) -> Iterator[TokenSample]:
             i = 0
@@ -210,9 +222,11 @@ def test_counting_ends_when_it_is_certain(out, disk):
                 i += 1
                 yield sample(i)
 
+    monkeypatch.setattr(space, "COUNT_SECONDS", 0.05)
     disk(10_000)
-    (p,) = check_space(out, Dimensions.of(FAST), Endless(), known=(), max_new_tokens=0)
-    assert p.severity is Severity.ERROR
+    p, note = check_space(out, Dimensions.of(FAST), Endless(), known=(), max_new_tokens=0)
+    assert (p.severity, note.severity) == (Severity.ERROR, Severity.NOTE)
+    assert "missing samples" in note.got
 
 
 SMALL_DISK = """

@@ -220,10 +220,45 @@ def test_mask_runs_to_the_end_when_a_span_ends_in_white_space():  # transformers
     assert spans(tokenizer(tagged(body)), talk("a", "b", "c")) == ["b \n<|im_end|>"]
 
 
-def test_tags_of_a_template_that_strips_earlier_thinking():
-    body = ANSWER.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
-    found = spans(tokenizer(tagged(body)), talk("a", "<think>x</think>b", "c", "<think>y</think>d"))
-    assert found == ["b<|im_end|>", "<think>y</think>d<|im_end|>"]
+STRIPPED_ANSWER = ANSWER.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
+
+
+def test_tags_of_a_template_that_strips_earlier_thinking():  # the target never wrote "b" right after its prompt
+    conversation = talk("a", "<think>x</think>b", "c", "<think>y</think>d")
+    problem = refused(tokenizer(tagged(STRIPPED_ANSWER)), conversation)
+    assert "line 1: messages[1]: token " in problem.where
+    assert "--explode-turns" in problem.fix
+    assert "tags" not in problem.fix
+    assert spans(tokenizer(tagged(STRIPPED_ANSWER)), talk("a", "b", "c", "<think>y</think>d")) == [
+        "b<|im_end|>", "<think>y</think>d<|im_end|>"
+    ]  # fmt: skip
+
+
+def test_tags_of_a_template_that_strips_what_a_later_question_makes_history():
+    since = "messages | rejectattr('role', 'ne', 'user') | list | length"  # thinking stays up to the next question
+    body = ANSWER.replace("m['content']", f"(m['content'] if {since} == 1 else m['content'].split('</think>')[-1])")
+    conversation = talk("a", "<think>x</think>b")
+    conversation.messages.append({"role": "tool", "content": "t"})
+    conversation.messages.append({"role": "assistant", "content": "<think>y</think>d"})
+    assert len(spans(tokenizer(tagged(body)), conversation)) == 2
+    conversation.messages.extend(talk("c", "e").messages)
+    assert "--explode-turns" in refused(tokenizer(tagged(body)), conversation).fix
+
+
+def test_tags_of_the_last_turn_alone_leave_stripped_history_unsupervised():
+    strips = (
+        "{% if loop.last %}" + ANSWER + "{% else %}{{ m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{% endif %}"
+    )
+    conversation = talk("a", "<think>x, and long</think>b", "c", "<think>y</think>d")
+    assert spans(tokenizer(tagged(strips)), conversation) == ["<think>y</think>d<|im_end|>"]
+
+
+def test_tags_around_a_turn_that_its_generation_prompt_does_not_begin():
+    thinks = tagged(ANSWER).replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+    assert spans(tokenizer(thinks), talk("a", "<think>\nx</think>b")) == ["x</think>b<|im_end|>"]
+    problem = refused(tokenizer(thinks), talk("a", "b"))
+    assert "messages[1]: token" in problem.where
+    assert "--template-kwargs" in problem.fix
 
 
 def test_tags_closing_token_comes_from_the_template():
@@ -361,3 +396,44 @@ def test_transformers_missing_names_the_command(monkeypatch):
     with pytest.raises(HsError) as e:
         load_tokenizer(TINY)
     assert "pip install 'hsformat[transformers]'" in e.value.problems[0].fix
+
+
+def test_a_chat_template_that_is_no_text(tmp_path):
+    for given in ("5", '{"default": 5}'):
+        for file in TINY.glob("tokenizer*.json"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = (TINY / "tokenizer_config.json").read_text("utf-8").rstrip().removesuffix("}")
+        (tmp_path / "tokenizer_config.json").write_text(f'{config}, "chat_template": {given}}}')
+        with pytest.raises(ForeignFileError) as e:
+            load_tokenizer(tmp_path)
+        assert e.value.problems[0].code == "HS602"
+        assert "chat_template" in e.value.problems[0].where or "5" in e.value.problems[0].got
+
+
+@pytest.mark.parametrize(("text", "got"), [("[" * 100_000, "recursion"), ("[]", "a JSON list")])
+def test_a_generation_config_that_is_none_says_what_was_found(tmp_path, text, got):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ForeignFileError) as e:
+        EndOfTurn(tokenizer(name_or_path=str(tmp_path)), example=[])
+    (problem,) = e.value.problems
+    assert (problem.code, got in problem.got) == ("HS602", True)
+
+
+@pytest.mark.parametrize("broken", ["{% if %}", "{{ 1 | no_such_filter }}", "{% endfor %}"])
+def test_a_template_that_is_no_program_is_one_error_for_all_rows(broken):
+    renderer = Renderer(tokenizer("line\n" + broken + CHATML), template_kwargs={})
+    for render in (renderer.conversation, renderer.turn, renderer.prompt):
+        with pytest.raises(ForeignFileError) as e:
+            render(talk("a", "b"))
+        (problem,) = e.value.problems
+        assert (problem.code, problem.record, "line 2" in problem.where) == ("HS602", None, True)
+        assert "conversation" not in problem.fix
+
+
+@pytest.mark.parametrize(
+    "value", [2**53 + 1, [{"a": -(2**60)}], "\ud800", {"\ud800": 1}, float("nan"), float("inf"), {1}, b"a"], ids=repr
+)
+def test_template_arguments_that_no_record_can_hold(value):
+    with pytest.raises(HsError) as e:
+        Renderer(tokenizer(CHATML), template_kwargs={"mood": value})
+    assert (e.value.problems[0].code, e.value.problems[0].where) == ("HS303", "template arguments")

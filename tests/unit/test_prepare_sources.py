@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -203,3 +204,71 @@ def test_missing_pyarrow_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     problem = refused(path)
     assert (problem.code, "pip install 'hsformat[parquet]'" in problem.fix) == ("HS410", True)
+
+
+def test_times_beyond_python_are_one_problem(tmp_path):
+    for values in (pa.array([0, 2**62], pa.timestamp("us")), pa.array([0, 2**30], pa.date32())):
+        pq.write_table(pa.table({"id": values}), tmp_path / "d.parquet")
+        good, bad = read_rows(tmp_path / "d.parquet")
+        assert isinstance(bad, Problem)
+        assert (isinstance(good, Problem), bad.code, bad.where.endswith("row 1")) == (False, "HS602", True)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_files_of_other_columns_are_no_one_dataset(tmp_path, order):
+    path = dataset_folder(tmp_path / "d", ROWS)
+    tables = [pa.table({"messages": ["a"]}), pa.table({"messages": ["a"], "id": ["x"]})]
+    for file, i in zip(sorted(path.glob("*.arrow")), order, strict=True):
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, tables[i].schema) as writer:
+            writer.write_table(tables[i])
+    problem = refused(path)
+    assert (problem.code, "differ in id" in problem.expected) == ("HS603", True)
+    assert problem.where.endswith("data-00001-of-00002.arrow")
+
+
+def test_a_dataset_file_without_a_row_has_its_columns(tmp_path):
+    path = dataset_folder(tmp_path / "d", ROWS[:1])  # the second of the files is empty
+    assert len(list(read_rows(path))) == count_rows(path) == 1
+
+
+def test_two_columns_of_one_name(tmp_path):
+    twice = pa.table([["a"], ["b"]], names=["messages", "messages"])
+    pq.write_table(twice, tmp_path / "d.parquet")
+    assert (refused(tmp_path / "d.parquet").code, "messages" in refused(tmp_path / "d.parquet").got) == ("HS603", True)
+    path = dataset_folder(tmp_path / "d", ROWS, files=1)
+    with pa.OSFile(str(next(path.glob("*.arrow"))), "wb") as sink, pa.ipc.new_stream(sink, twice.schema) as writer:
+        writer.write_table(twice)
+    assert refused(path).code == "HS603"
+
+
+@pytest.mark.parametrize(
+    ("state", "got"),
+    [
+        ("[" * 100_000, "recursion"),
+        ("[]", "a JSON list"),
+        ("{}", "_data_files: None"),
+        ('{"_data_files": [3]}', "[3]"),
+        ('{"_data_files": [{"filename": 3}]}', "'filename': 3"),
+        ('{"_data_files": [{"filename": ".."}]}', None),
+    ],
+)
+def test_a_state_that_is_none_says_what_was_found(tmp_path, state, got):
+    path = dataset_folder(tmp_path / "d", ROWS)
+    (path / "state.json").write_text(state)
+    problem = refused(path)
+    assert problem.code == "HS602"
+    assert got is None or got in problem.got
+    assert "Error" not in problem.got
+
+
+def test_a_pipe_is_refused_before_a_byte_is_taken(tmp_path):
+    os.mkfifo(tmp_path / "d.jsonl")
+    writer = os.open(tmp_path / "d.jsonl", os.O_RDWR)  # a pipe with a writer, in which a reader would find the rows
+    try:
+        os.write(writer, json.dumps(ROWS[0]).encode() + b"\n")
+        problem = refused(tmp_path / "d.jsonl")
+        assert (problem.code, "a pipe" in problem.got, "to a file" in problem.fix) == ("HS603", True, True)
+        assert os.read(writer, 1) == b"{"
+    finally:
+        os.close(writer)
+    assert "device" in refused(Path("/dev/null")).got

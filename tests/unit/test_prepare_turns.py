@@ -36,6 +36,11 @@ TAGGED = (
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m['content'] + '<|im_end|>\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
+TAGGED_REASONS = TAGGED.replace("<think>\n' }}", "' }}").replace(
+    "{{ m['content'] + '<|im_end|>' }}",
+    "{% if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>' }}",
+)
 
 
 def tokenizer(template: str) -> Any:
@@ -179,6 +184,18 @@ def test_thinking_removed_from_earlier_turns(run):  # trl#6361, gem#44: stored i
     assert "x" not in tok.decode(second.input_ids)
 
 
+def test_reasoning_that_tags_would_lose_from_earlier_turns(run):
+    row = turns("a", "b", "c", "d")
+    row["messages"][1]["reasoning_content"], row["messages"][3]["reasoning_content"] = "x", "y"
+    tok = tokenizer(TAGGED_REASONS)
+    preparation, samples = run(tok, row)
+    assert samples == []
+    (problem,) = preparation.summary.problems
+    assert (problem.code, "--explode-turns" in problem.fix) == ("HS303", True)
+    _, exploded = run(tok, row, explode_turns=True)
+    assert [shown(tok, s)[1] for s in exploded] == [f"<think>{t}</think>{a}<|im_end|>" for t, a in ("xb", "yd")]
+
+
 def test_think_of_the_generation_prompt_inside_a_tag_is_not_supervised(run):
     tok = tokenizer(TAGGED)
     for explode in (False, True):
@@ -253,3 +270,23 @@ def test_truncation_inside_the_only_assistant_turn(run):
     assert (cut.loss_mask.sum(), preparation.summary.truncated) == (2, 1)
     preparation, samples = run(tok, turns("a", "one two three four"), max_length=n - 2)
     assert (samples, dict(preparation.summary.dropped)) == ([], {"no-supervision-after-truncation": 1})
+
+
+def test_an_id_that_its_turn_makes_too_long_is_said_by_the_preparation(run):
+    tok = tokenizer(CHATML)
+    preparation, samples = run(tok, turns("a", "b") | {"id": "x" * 1022}, turns("a", "b") | {"id": "y" * 1024},
+                               explode_turns=True)  # fmt: skip
+    assert [len(s.id) for s in samples] == [1024]
+    (problem,) = preparation.summary.problems
+    assert (problem.code, "1,026 bytes" in problem.got) == ("HS107", True)
+    _, samples = run(tok, turns("a", "b") | {"id": "y" * 1024})
+    assert len(samples) == 1
+
+
+@pytest.mark.parametrize("more", ["", ', "n": 1'])
+def test_half_a_character_in_the_text_of_arguments_is_called_by_its_name(more):
+    call = {"function": {"name": "f", "arguments": f'{{"a": "\\ud800"{more}}}'}}
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}
+    found = parse_row(Row(where="f: line 1", value=row))
+    assert isinstance(found, list)
+    assert [(p.code, "surrogate" in p.got) for p in found] == [("HS602", True)]

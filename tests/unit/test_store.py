@@ -284,7 +284,7 @@ def test_plain_zarr_reads_every_array(tmp_path: Path) -> None:
         np.testing.assert_allclose(arrays["stats/d3"][i], wanted, rtol=1e-6)
 
 
-def test_offsets_beyond_32_bits(tmp_path: Path) -> None:  # datasets#7821
+def test_offsets_beyond_32_bits(tmp_path: Path) -> None:  # datasets#7821, #615, #6206
     offsets = np.array([0, 3_000_000_000], np.int64)
     spec = ArraySpec(name="token_offsets", shape=(2,), dtype=np.dtype("<i8"))
     files = dict(encode_array(offsets, spec, codec="compact", chunk_tokens=256))

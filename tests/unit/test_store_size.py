@@ -176,7 +176,7 @@ def test_records_alike_are_counted_as_one_by_one(runs: list[tuple[int, int]], bo
     assert a.metadata == pytest.approx(b.metadata, abs=2 * a.segments)  # digits of the segment's number
 
 
-def test_offsets_count_beyond_32_bits() -> None:  # datasets#7821
+def test_offsets_count_beyond_32_bits() -> None:  # datasets#7821, #615, #6206
     contract, many = tiny_contract(), 3_000_000_000
     specs = array_specs(contract, tokens=many, states=many, records=1, id_bytes=many, positions=False)
     assert all(s.dtype == np.int64 for name, s in specs.items() if name.endswith("offsets"))

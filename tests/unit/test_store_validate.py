@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from factories import tiny_contract, tiny_record
@@ -14,6 +16,7 @@ from factories import tiny_contract, tiny_record
 import hsformat.store as hs
 from hsformat.store.commit import CommitRecord, FileEntry, seal
 from hsformat.validate import Level, run
+from hsformat.validate.ids import SeenIds
 from hsformat.validate.segment import SegmentCheck
 
 CONTRACT = tiny_contract()
@@ -104,3 +107,52 @@ def test_seal_is_that_of_the_disk(tmp_path: Path) -> None:
     store = write(tmp_path / "s", 1)
     raw = json.loads((tmp_path / "s" / store.segments[0].prefix / "zarr.json").read_bytes())["attributes"]["hsformat"]
     assert seal({k: v for k, v in raw.items() if k != "checksum"}) == raw
+
+
+def test_a_segment_under_a_name_that_is_none_is_told(tmp_path: Path) -> None:
+    store = write(tmp_path / "s", 2)
+    segments = tmp_path / "s" / "segments"
+    (segments / store.segments[0].name).rename(segments / "backup of it")
+    (segments / "notes").mkdir()  # rule S-3: ignored, and nothing is lost with it
+    (segments / "notes" / "zarr.json").write_text("{}")
+    for level in Level:
+        report = run(tmp_path / "s", level=level)
+        (note,) = report.problems
+        assert (note.code, note.severity, note.where.endswith("segments/backup of it")) == ("HS506", "note", True)
+        assert report.records == 6
+
+
+def test_ids_in_two_segments_are_found_without_keeping_their_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hs.create(tmp_path / "s", CONTRACT) as one:
+        one.append(tiny_record(CONTRACT, "a"))
+        one.append(tiny_record(CONTRACT, "é" * 200))
+    shutil.copytree(tmp_path / "s", tmp_path / "t")
+    with hs.append(tmp_path / "s") as two, hs.append(tmp_path / "t") as three:
+        two.append(tiny_record(CONTRACT, "b"))
+        three.append(tiny_record(CONTRACT, "b"))
+        three.flush()
+        three.append(tiny_record(CONTRACT, "c"))
+    for segment in (tmp_path / "t" / "segments").iterdir():
+        if segment.is_dir() and not (tmp_path / "s" / "segments" / segment.name).exists():
+            shutil.copytree(segment, tmp_path / "s" / "segments" / segment.name)
+    (twice,) = run(tmp_path / "s", level="metadata").problems
+    assert (twice.code, twice.record) == ("HS107", "b")
+    first = sorted(p.name for p in (tmp_path / "s" / "segments").iterdir() if p.is_dir())[1]
+    assert first in twice.got
+    # Two texts of one hash are no copies.
+    monkeypatch.setattr("hsformat.validate.ids.xxhash.xxh3_64_intdigest", lambda data: len(data) % 2)
+    assert [p.record for p in run(tmp_path / "s", level="metadata").problems] == ["b"]
+
+
+def test_what_is_kept_of_an_id_is_8_bytes() -> None:
+    seen, many = SeenIds(), 20_000
+    commit = SimpleNamespace(name="a-0", ids=[f"conversation-{i:09}" for i in range(many)])
+    tracemalloc.start()
+    try:
+        seen.add(cast("Any", commit))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 10 * many
