@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported: threads of OpenMP that spin while they wait slow workers that share cores several times.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent))  # ``from factories import ...`` in any test
 
 from factories import tiny_contract

@@ -122,7 +122,7 @@ class OneArchitecture(OneTarget):
         cls.model = folder
 
     def test_chunks_of_a_long_prompt_are_joined(self) -> None:
-        """Prompts of up to four passes, the longest that the target takes among them (vllm PR#39949)."""
+        """Prompts of up to four passes, the longest that the target takes among them."""
         request = self.request()
         lengths = (200, 1, 63, 64, 65, 129, self.max_positions())
         for record in self.records(request, self.samples(*lengths, seed=6)).values():

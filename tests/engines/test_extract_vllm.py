@@ -51,7 +51,7 @@ class OneArchitecture(real.OneArchitecture):
 
 
 class TestLlama(real.WholeSuite, OneArchitecture):
-    """The whole suite."""
+    """The whole suite, with chunks that have to be joined (vllm PR#39949)."""
 
     __test__ = True
     test_exactly_the_generated_tokens_are_supervised = ANSWERS
