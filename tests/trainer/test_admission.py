@@ -149,6 +149,36 @@ def test_dynamic_rope_is_not_trained_for_sglang(base):
     assert admit(make_config(base, draft_rope=rope, serve=["vllm@0.32.0"]))
 
 
+def test_longrope_is_trained_for_no_engine(base):
+    """Training rotates by the short factors at every position, the engines by the long ones in long contexts."""
+    factors = {"short_factor": [1.0] * 2, "long_factor": [4.0] * 2, "original_max_position_embeddings": 64}
+    found = refused(make_config(base, draft_rope={"rope_type": "longrope", "rope_theta": 1e4, **factors}))
+    assert {p.code for p in found} == {"HS407"}
+    assert {w for p in found for w in ("vllm 0.32.0", "sglang 0.5.23") if w in p.where} == {
+        "vllm 0.32.0",
+        "sglang 0.5.23",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"draft_head_dim": 5}, "rope.partial_rotary_factor"),
+        ({"draft_rope": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.3}},
+         "rope.partial_rotary_factor"),
+        ({"draft_rope": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope.low_freq_factor"),
+        ({"draft_rope": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope.factor"),
+        ({"draft_rope": {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}}, "rope.factor"),
+        ({"draft_rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "rope.factor"),
+        ({"draft_rope": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]}},
+         "rope.short_factor"),
+    ],
+)  # fmt: skip
+def test_a_rope_without_frequencies_is_refused_before_weights(base, options, place):
+    found = refused(make_config(base, serve=["vllm@0.32.0"], **options))
+    assert ("HS407", place) in {(p.code, p.where) for p in found}
+
+
 def test_a_draft_vocabulary_above_the_targets(base):
     (p,) = refused(make_config(base, draft_vocab_size=101))
     assert (p.code, p.where, p.got) == ("HS408", "--draft-vocab-size", "101")

@@ -101,6 +101,19 @@ def test_one_folder_for_both_engines(base, make_checkpoint, tmp_path, options):
     assert note["step"] == 3
 
 
+def test_a_weight_that_the_dtype_of_the_export_cannot_hold_is_refused(make_checkpoint, tmp_path):
+    """It was written as infinity, and read back as infinity."""
+    checkpoint = tmp_path / "step-3"
+    shutil.copytree(make_checkpoint(), checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["lm_head.weight"][5, 5] = 1e30
+    save_file(tensors, checkpoint / "model.safetensors")
+    out = tmp_path / "draft"
+    assert problems_of(export_draft, checkpoint, parse_serve(BOTH), out=out, dtype="float16") == {"HS201"}
+    assert not out.exists()
+    assert export_draft(checkpoint, parse_serve(BOTH), out=out, dtype="float32").folder == out
+
+
 def test_only_one_engine_can_serve_it(make_checkpoint, tmp_path):
     checkpoint = make_checkpoint(serve=["vllm@0.32.0"], norm_before_residual=True)
     out = tmp_path / "draft"

@@ -163,8 +163,10 @@ def test_what_is_known_of_a_state_is_not_computed_again(monkeypatch):
     torch.testing.assert_close(same, gradient)
     for name in ("hits", "counted", "covered"):
         assert torch.equal(getattr(again, name), getattr(plain, name))
-    with pytest.raises(AssertionError, match="outside"):  # other tokens under a known id
+    with pytest.raises(AssertionError, match="outside"):  # other states under a known id
         run(_batch(record_of("a", [0] + [1] * 8, seed=3)), known)
+    with pytest.raises(AssertionError, match="outside"):  # as many other rows of the same states
+        run(_batch(record_of("a", [0, 1, 1, 1, 1, 1, 1, 1, 0], seed=8)), known)
 
 
 def test_no_more_states_are_kept_than_allowed():
@@ -176,4 +178,4 @@ def test_no_more_states_are_kept_than_allowed():
             batch = _batch(record)
             found = some.of(batch, draft.target_ids, torch.float64)
             assert torch.equal(found, coverage.Coverage(target).of(batch, draft.target_ids, torch.float64))
-    assert list(some._known) == [("a", *next(iter(some._known))[1:])]
+    assert list(some._known) == list(_batch(record_of("a", [0] + [1] * 8)).content_hash)

@@ -17,6 +17,7 @@ from small_disk import small_disk
 from tiny_training import STEPS, spec, tiny_admitted, tiny_config, write_data
 
 from hsformat.problems import ContractMismatch, HsError, InvalidRecord, NothingToOpen, StoreError
+from hsformat.record import Generation
 from hsformat_trainer import curves, tracking
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.checkpoint import checkpoints, read_state
@@ -240,6 +241,30 @@ def test_how_a_record_came_about_is_read_once_and_without_states(data: Path) -> 
     for _ in range(2):
         assert evaluator._generations_of(dataset) == {"r0": "of 0", "r1": "of 1"}
     assert asked == [(0, ()), (1, ())]
+
+
+@pytest.mark.parametrize("line", [b'{"x', b'{"x": 1}', b"[1]", b"\xff", b'{"kind": "step"}', b"[" * 100_000])
+def test_a_log_with_a_line_of_another_hand_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "log.jsonl").write_bytes(b'{"kind": "step", "step": 1}\n' + line + b"\n" + b'{"kind": "st')
+    with pytest.raises(HsError) as e:
+        read_journal(tmp_path)
+    assert [(p.code, p.where) for p in e.value.problems] == [("HS602", f"{tmp_path / 'log.jsonl'}: line 2")]
+
+
+def test_records_of_one_id_that_came_about_otherwise_are_not_exact(data: Path) -> None:
+    """Of two stores, one written greedily: by the id alone the other's record was called exact as well."""
+    modes = [Generation(mode="greedy", max_new_tokens=4), Generation(mode="none")]
+
+    class Source:
+        def read(self, row: int, *, captures: Any) -> Any:
+            return SimpleNamespace(provenance=SimpleNamespace(generation=modes[row]))
+
+    for ids in (["r0", "r0"], ["r0", "r1"]):
+        evaluator = Evaluator(tiny_config(data), tiny_admitted(tiny_config(data)), None, None)  # type: ignore[arg-type]
+        dataset: Any = SimpleNamespace(ids=ids, source=Source())
+        for _ in range(2):
+            found = {k: g.mode for k, g in evaluator._generations_of(dataset).items()}
+            assert found == ({"r0": "none"} if ids[1] == "r0" else {"r0": "greedy", "r1": "none"})
 
 
 def test_tensorboard_is_told_the_numbers(data: Path, tmp_path: Path) -> None:

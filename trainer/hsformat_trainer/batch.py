@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_128
 
 from hsformat.align import MaskRule, step_view, supervised
 from hsformat.layout import parse_capture_key
@@ -118,8 +118,9 @@ class TrainBatch:
         [P] into ``last``, ascending: the states whose distributions are asked for, each once for all steps.
     distribution_starts
         R + 1 numbers: where those of each record begin, and where the last end.
-    tokens_hash
-        R numbers: XXH3-64 of each record's tokens, which tells records of one id in two stores apart.
+    content_hash
+        R numbers: XXH3-128 of each record's mask and rows of ``last``, from which follows what is known of them,
+        whatever the record's id is and in which store.
     """
 
     ids: tuple[str, ...]
@@ -134,7 +135,7 @@ class TrainBatch:
     steps: tuple[StepRows, ...]
     distributions: torch.Tensor
     distribution_starts: tuple[int, ...]
-    tokens_hash: tuple[int, ...]
+    content_hash: tuple[int, ...]
 
     @classmethod
     def from_packed(
@@ -171,6 +172,7 @@ class TrainBatch:
             aux=tuple(packed.hidden[key] for key in aux),
             last=packed.hidden[last],
             last_normed=parse_capture_key(last)[1],
+            content_hash=_content(packed, last),
             **plan,
         )
         return batch if device.type == "cpu" else batch.to(device)
@@ -252,10 +254,18 @@ def _plan(packed: Packed, num_steps: int, rule: MaskRule) -> dict[str, Any]:
         "steps": tuple(steps),
         "distributions": distributions,
         "distribution_starts": tuple(torch.searchsorted(distributions, packed.cu_states.cpu().long()).tolist()),
-        "tokens_hash": tuple(
-            xxh3_64_intdigest(ids[first:end].numpy().tobytes()) for first, end in itertools.pairwise(tokens)
-        ),
     }
+
+
+def _content(packed: Packed, last: str) -> tuple[int, ...]:
+    tokens, states = packed.cu_seqlens.tolist(), packed.cu_states.tolist()
+    mask, rows = packed.loss_mask.cpu(), packed.hidden[last].detach().cpu()
+    out = []
+    for r in range(len(packed)):
+        h = xxh3_128(mask[tokens[r] : tokens[r + 1]].contiguous().view(torch.uint8).numpy().tobytes())
+        h.update(rows[states[r] : states[r + 1]].contiguous().view(torch.uint8).numpy().tobytes())
+        out.append(h.intdigest())
+    return tuple(out)
 
 
 def _keys(active: torch.Tensor, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ ROWS = 1024
 
 
 class Coverage:
-    """The bits of the records seen so far, by id and tokens: of one target, one vocabulary, on one device.
+    """The bits of the records seen so far, by their content: of one target, one vocabulary, on one device.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Coverage:
 
     def __init__(self, target: TargetHead, *, most: int = 2**30) -> None:
         self._target = target
-        self._known: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._known: dict[int, torch.Tensor] = {}
         self._left = most
 
     @torch.no_grad()
@@ -55,16 +55,14 @@ class Coverage:
         if target_ids is None:
             return torch.ones(len(states), dtype=torch.bool, device=states.device)
         found = []
-        for name, tokens, (first, end) in zip(
-            batch.ids, batch.tokens_hash, itertools.pairwise(batch.distribution_starts), strict=True
-        ):
-            key = (name, tokens, end - first)
-            inside = self._known.get(key)
+        starts = itertools.pairwise(batch.distribution_starts)
+        for content, (first, end) in zip(batch.content_hash, starts, strict=True):
+            inside = self._known.get(content)
             if inside is None:
                 inside = self._look(batch, states[first:end], self._target.split(target_ids, dtype), dtype)
                 if len(inside) <= self._left:
                     self._left -= len(inside)
-                    self._known[key] = inside
+                    self._known[content] = inside
             found.append(inside)
         return torch.cat(found)
 

@@ -76,9 +76,15 @@ class Evaluator:
         return [s for s in scores if s.id in kept]
 
     def _generations_of(self, dataset: RecordDataset) -> dict[str, Generation]:
-        """Return how the records came about, by id; each is asked once a run, and its states are not read."""
+        """Return how the records came about, by id; each is asked once a run, and its states are not read.
+
+        Where two records of one id, of two stores, came about otherwise, neither is taken for written by the target.
+        """
+        seen = set()
         for row, record_id in enumerate(dataset.ids):
-            if record_id not in self._generations:
-                record = dataset.source.read(row, captures=())
-                self._generations[record_id] = record.provenance.generation
+            known = self._generations.get(record_id)
+            if known is None or record_id in seen:
+                found = dataset.source.read(row, captures=()).provenance.generation
+                self._generations[record_id] = found if known in (None, found) else Generation(mode="none")
+            seen.add(record_id)
         return self._generations

@@ -174,11 +174,11 @@ def export_draft(
     facts = target_facts(model_folder)
     tensors = read_tensors(checkpoint, MODEL)
     problems = _check_target(trained.target, model_folder)
-    problems += _check_tensors(trained.spec, tensors, str(checkpoint))
+    stored = getattr(torch, dtype or trained.target.dtype)
+    problems += _check_tensors(trained.spec, tensors, stored, str(checkpoint))
     config = _config(trained, engines, profile, style, model_folder, problems)
     if config is None or _errors(problems):
         raise ContractMismatch(problems)
-    stored = getattr(torch, dtype or trained.target.dtype)
     config |= {"dtype": str(stored).removeprefix("torch."), "torch_dtype": str(stored).removeprefix("torch.")}
     named = _named(tensors, stored, first_layer=_TRAINING_LAYER if style == "speculators" else None)
     new = folder.with_name(f".{folder.name}.new")
@@ -245,8 +245,13 @@ def _check_target(trained: TargetModel, folder: Path) -> list[Problem]:
     ]
 
 
-def _check_tensors(spec: DraftSpec, tensors: Mapping[str, torch.Tensor], where: str) -> list[Problem]:
-    """Return HS411 for a weight that is missing, unknown or of another shape, HS201 for one that is not finite."""
+def _check_tensors(
+    spec: DraftSpec, tensors: Mapping[str, torch.Tensor], stored: torch.dtype, where: str
+) -> list[Problem]:
+    """Return HS411 for a weight that is missing, unknown or of another shape, HS201 for one that is not finite.
+
+    Also where it is finite in the checkpoint and beyond what the dtype of the export holds.
+    """
     out: list[Problem] = []
     expected = dict(weight_shapes(spec, first_layer=_TRAINING_LAYER))
     reduced = spec.draft_vocab_size < spec.vocab_size
@@ -265,6 +270,10 @@ def _check_tensors(spec: DraftSpec, tensors: Mapping[str, torch.Tensor], where: 
         elif not bool(torch.isfinite(tensors[name]).all()):
             fix = "export an earlier checkpoint"
             out.append(problem("HS201", where=place, got="NaN or infinity", expected="finite weights", fix=fix))
+        elif tensors[name].is_floating_point() and not bool(torch.isfinite(tensors[name].to(stored)).all()):
+            got = f"{float(tensors[name].abs().max()):.3g}, which is infinite in {str(stored).removeprefix('torch.')}"
+            fix = "export with --dtype bfloat16 or float32"
+            out.append(problem("HS201", where=place, got=got, expected="finite weights", fix=fix))
     if reduced and not _errors(out):
         d2t, t2d = tensors["d2t"].numpy(), tensors["t2d"].numpy()
         out += check_map(d2t, t2d, size=spec.draft_vocab_size, total=spec.vocab_size, where=where)

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hsformat.problems import Severity, StoreError, problem
+from hsformat.problems import ForeignFileError, Severity, StoreError, problem
+from hsformat.strict_json import parse_json
 
 __all__ = ["Journal", "StepLine", "read_journal", "writing"]
 
@@ -158,9 +159,29 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_journal(out: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log. A last line that a kill cut off is left out."""
+    """Return the lines of a run's log. A last line that a kill cut off is left out.
+
+    Raises
+    ------
+    ForeignFileError
+        HS602: another line is none that a run writes.
+    """
     path = Path(out) / NAME
     if not path.exists():
         return []
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [_line(line, f"{path}: line {n}") for n, line in enumerate(lines, 1) if line.endswith(b"\n")]
+
+
+def _line(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = parse_json(text.decode("utf-8"))
+    except (ValueError, RecursionError) as e:
+        found, got = None, str(e)
+    else:
+        got = f"{type(found).__name__} {found!r}"[:100]
+    if isinstance(found, dict) and type(found.get("step")) is int and found.get("kind") in ("step", "evaluation"):
+        return found
+    fix = "remove this line, or give another --out; checkpoints are whole without it"
+    expected = "an object with kind (step, evaluation) and step, as a run writes it"
+    raise ForeignFileError(problem("HS602", where=where, got=got, expected=expected, fix=fix))
