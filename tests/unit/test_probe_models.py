@@ -13,7 +13,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from hsformat.engines import inspect
-from hsformat.problems import HsError
+from hsformat.problems import HsError, Severity
 from hsformat.target import describe
 from hsformat_extractors.probes import tiny
 from hsformat_extractors.probes.analysis import TOLERANCE, identify, row_error
@@ -96,7 +96,8 @@ def test_no_width_of_the_models_is_taken_for_fc(llama, tmp_path):
 def test_a_draft_is_what_hsformat_takes_for_one(engine, version, aux, llama, tmp_path):
     save_draft(tmp_path / "d", [2, 4, 7])
     layout, problems = inspect(engine, draft=tmp_path / "d", target=llama, version=version)
-    assert problems == []
+    # It has the ids where either engine looks, and is given to one of them: the other would make other layers of them.
+    assert [(p.code, p.severity) for p in problems] == [("HS404", Severity.WARNING)]
     assert layout is not None
     assert [a.depth for a in layout.aux] == aux
 
