@@ -249,7 +249,7 @@ class Server:
             self._process = Popen(self._words, stdout=log, stderr=log, env=self._environment, start_new_session=True)
         try:
             self._wait()
-        except BaseException:
+        except BaseException:  # whatever ends the wait, an interrupt too, ends the server
             self.kill()
             raise
         return self

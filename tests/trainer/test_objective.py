@@ -132,7 +132,7 @@ def test_memory_grows_neither_with_rows_by_vocabulary_nor_with_rows_by_rows(trai
 
 
 def _batch(*records):
-    return TrainBatch.from_packed(pack(records), aux=AUX, last=f"d{DEPTH}", steps=3)
+    return TrainBatch.from_packed(pack(records), aux=AUX, last=f"d{DEPTH}", steps=3, hashed=True)
 
 
 def test_what_is_known_of_a_state_is_not_computed_again(monkeypatch):

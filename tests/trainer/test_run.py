@@ -260,7 +260,7 @@ def test_records_of_one_id_that_came_about_otherwise_are_not_exact(data: Path) -
             return SimpleNamespace(provenance=SimpleNamespace(generation=modes[row]))
 
     for ids in (["r0", "r0"], ["r0", "r1"]):
-        evaluator = Evaluator(tiny_config(data), tiny_admitted(tiny_config(data)), None, None)  # type: ignore[arg-type]
+        evaluator = Evaluator(tiny_config(data), tiny_admitted(tiny_config(data)), None, None)  # type: ignore[arg-type] # neither is asked
         dataset: Any = SimpleNamespace(ids=ids, source=Source())
         for _ in range(2):
             found = {k: g.mode for k, g in evaluator._generations_of(dataset).items()}

@@ -120,7 +120,7 @@ class TrainBatch:
         R + 1 numbers: where those of each record begin, and where the last end.
     content_hash
         R numbers: XXH3-128 of each record's mask and rows of ``last``, from which follows what is known of them,
-        whatever the record's id is and in which store.
+        whatever the record's id is and in which store. Empty: not asked for.
     """
 
     ids: tuple[str, ...]
@@ -139,7 +139,14 @@ class TrainBatch:
 
     @classmethod
     def from_packed(
-        cls, packed: Packed, *, aux: Sequence[str], last: str, steps: int, rule: MaskRule = "serving"
+        cls,
+        packed: Packed,
+        *,
+        aux: Sequence[str],
+        last: str,
+        steps: int,
+        rule: MaskRule = "serving",
+        hashed: bool = False,
     ) -> TrainBatch:
         """Plan a batch.
 
@@ -153,6 +160,8 @@ class TrainBatch:
             K, at least 1.
         rule
             Which rows carry loss: :func:`hsformat.align.supervised`.
+        hashed
+            Whether ``content_hash`` is wanted.
 
         Raises
         ------
@@ -172,7 +181,7 @@ class TrainBatch:
             aux=tuple(packed.hidden[key] for key in aux),
             last=packed.hidden[last],
             last_normed=parse_capture_key(last)[1],
-            content_hash=_content(packed, last),
+            content_hash=_content(packed, last) if hashed else (),
             **plan,
         )
         return batch if device.type == "cpu" else batch.to(device)
@@ -262,8 +271,8 @@ def _content(packed: Packed, last: str) -> tuple[int, ...]:
     mask, rows = packed.loss_mask.cpu(), packed.hidden[last].detach().cpu()
     out = []
     for r in range(len(packed)):
-        h = xxh3_128(mask[tokens[r] : tokens[r + 1]].contiguous().view(torch.uint8).numpy().tobytes())
-        h.update(rows[states[r] : states[r + 1]].contiguous().view(torch.uint8).numpy().tobytes())
+        h = xxh3_128(mask[tokens[r] : tokens[r + 1]].contiguous().view(torch.uint8).numpy().data)
+        h.update(rows[states[r] : states[r + 1]].contiguous().view(torch.uint8).numpy().data)
         out.append(h.intdigest())
     return tuple(out)
 

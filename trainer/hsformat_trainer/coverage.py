@@ -14,13 +14,19 @@ import itertools
 import torch
 
 from hsformat_trainer.batch import TrainBatch
+from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.precision import PRODUCT_ROWS, head_product
 from hsformat_trainer.target_head import SplitHead, TargetHead
 
-__all__ = ["Coverage", "argmax_of", "outside_logits"]
+__all__ = ["Coverage", "argmax_of", "keeps_coverage", "outside_logits"]
 
 ROWS = 1024
 """Most states of a record whose logits are computed at a time."""
+
+
+def keeps_coverage(config: TrainConfig) -> bool:
+    """Return whether a run may see a record again."""
+    return config.epochs > 1 or config.max_steps is not None
 
 
 class Coverage:
@@ -41,7 +47,7 @@ class Coverage:
 
     @torch.no_grad()
     def of(self, batch: TrainBatch, target_ids: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return [P] bool of a batch, on its device.
+        """Return [P] bool of a batch, on its device; the batch is planned with ``hashed``.
 
         Parameters
         ----------

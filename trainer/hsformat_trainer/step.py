@@ -22,7 +22,7 @@ from hsformat.problems import InvalidRecord, Problem, problem
 from hsformat.torch import Packed
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.config import TrainConfig
-from hsformat_trainer.coverage import Coverage
+from hsformat_trainer.coverage import Coverage, keeps_coverage
 from hsformat_trainer.draft import Draft
 from hsformat_trainer.objective import ttt_loss
 from hsformat_trainer.processes import Processes
@@ -47,8 +47,7 @@ class Objective(nn.Module):
         self.draft = draft
         self._target = (target,)  # in a tuple, so that it is no submodule
         self._config, self._processes = config, processes
-        again = config.epochs > 1 or config.max_steps is not None
-        self._coverage = Coverage(target) if again else None
+        self._coverage = Coverage(target) if keeps_coverage(config) else None
 
     def forward(self, batch: TrainBatch, normalizer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, and [3, K] float64: sums of the loss, hits and rows.
@@ -183,6 +182,7 @@ class Stepper:
             last=self._last,
             steps=self._config.steps,
             rule=self._config.mask_rule,
+            hashed=keeps_coverage(self._config),
         )
 
     def _clip(self) -> float:
