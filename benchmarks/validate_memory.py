@@ -1,4 +1,4 @@
-"""Peak memory and time of validation: python benchmarks/validate_memory.py [--gib 2.5] [--records 100000] .
+"""Peak memory and time of validation: python benchmarks/validate_memory.py [--gib 2.5] [--records 100000] [--codec fast].
 
 Two stores are written to a temporary folder: one of ``--gib`` GiB of states (records of 2,000 tokens, 4,096 channels, 4
 captures, bfloat16, random), and one of ``--records`` tiny records in segments of 2,000. Each is validated by
@@ -26,7 +26,7 @@ CAPTURES, TOKENS, HIDDEN = 4, 2_000, 4_096
 TINY_HIDDEN, SEGMENT = 8, 2_000
 
 
-def make_contract(hidden: int) -> hs.Contract:
+def make_contract(hidden: int, codec: str) -> hs.Contract:
     """Return a contract of 4 captures."""
     import hsformat as hs
 
@@ -46,7 +46,7 @@ def make_contract(hidden: int) -> hs.Contract:
         tokenizer_digest=digest("3"),
         captures=tuple(hs.Capture(depth=d, norm="none", dtype="bfloat16") for d in depths),
         positions="1d",
-        codec="compact",
+        codec=codec,
         fields=(),
         layout=hs.Layout(aux=tuple(f"d{d}" for d in depths[:-1]), last=f"d{depths[-1]}"),
     )  # fmt: skip
@@ -81,11 +81,11 @@ def validate(store: Path, level: str) -> tuple[float, float, float, str]:
     return usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime, time.perf_counter() - start, told
 
 
-def write(store: str, hidden: int, tokens: int, count: int) -> None:
+def write(store: str, codec: str, hidden: int, tokens: int, count: int) -> None:
     """Write a store of random records."""
     import hsformat as hs
 
-    contract = make_contract(hidden)
+    contract = make_contract(hidden, codec)
     with hs.create(store, contract) as writer:
         for i, record in enumerate(records(contract, count, tokens), start=1):
             writer.append(record)
@@ -98,11 +98,12 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.5)
     parser.add_argument("--records", type=int, default=100_000)
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
-    parser.add_argument("--write", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--codec", choices=("compact", "fast"), default="compact")
+    parser.add_argument("--write", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write:
-        store, *numbers = args.write
-        write(store, *map(int, numbers))
+        store, codec, *numbers = args.write
+        write(store, codec, *map(int, numbers))
         return
     print(f"{'store':18} {'level':9} {'peak MiB':>9} {'CPU s':>7} {'wall s':>7}  what it said")
     for name, hidden, tokens, count in (
@@ -112,7 +113,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             store = f"{folder}/x.hs.zarr"
             numbers = map(str, (hidden, tokens, count))
-            subprocess.run([sys.executable, __file__, "--write", store, *numbers], check=True)
+            subprocess.run([sys.executable, __file__, "--write", store, args.codec, *numbers], check=True)
             for level in ("metadata", "sample", "full"):
                 peak, cpu, wall, told = validate(Path(store), level)
                 print(f"{name:18} {level:9} {peak:9.0f} {cpu:7.2f} {wall:7.2f}  {told.split(': ', 2)[-1]}", flush=True)

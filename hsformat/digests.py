@@ -54,13 +54,15 @@ def canonical_json(value: Any) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is of text, lists and objects with ASCII keys alone: numbers and other keys differ."""
+    """Return whether a value is without floats, keys that are not ASCII, and integers beyond those of RFC 8785."""
     kind = type(value)
-    if kind is str:
+    if kind is str or kind is bool or value is None:
         return True
+    if kind is int:
+        return -(2**53) < value < 2**53
     if kind is dict:
-        return all(type(k) is str and k.isascii() and _is_plain(v) for k, v in value.items())
-    return kind is list and all(_is_plain(v) for v in value)
+        return all(type(k) is str and k.isascii() for k in value) and all(map(_is_plain, value.values()))
+    return kind is list and (set(map(type, value)) == {str} or all(map(_is_plain, value)))
 
 
 def digest_json(value: Any) -> str:

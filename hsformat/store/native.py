@@ -17,7 +17,15 @@ import numpy.typing as npt
 from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import ArraySpec, Encoding
 from hsformat.store.backend import Bytes, Part, Source, open_object
-from hsformat.store.codec import CRC_BYTES, DamagedChunk, crc32c, crc32c_frozen, decode_chunk, index_bytes
+from hsformat.store.codec import (
+    CRC_BYTES,
+    DamagedChunk,
+    check_crc,
+    crc32c,
+    crc32c_frozen,
+    decode_chunk,
+    index_bytes,
+)
 from hsformat.store.shards import parse_index
 
 __all__ = ["NativeArray"]
@@ -142,17 +150,21 @@ class NativeArray:
             while last + 1 < min(n, most) and self._starts[last + 1] + self._lengths[last + 1] - at <= _BLOCK:
                 last += 1
             end = self._starts[last] + self._lengths[last]
-            if end - at > len(encoded):
-                encoded = np.empty(end - at, np.uint8)
-            data = encoded[: end - at]
-            self._fill(at, [data])
-            seen(data)
             size = (last - chunk + 1) * self._chunk_bytes
             if size > len(decoded):
                 decoded = np.empty(size, np.uint8)
-            for i in range(chunk, last + 1):
-                start, target = self._starts[i] - at, decoded[(i - chunk) * self._chunk_bytes :][: self._chunk_bytes]
-                self._decode_one(i, data[start : start + self._lengths[i]], target, verify=True)
+            if self._is_plain(chunk, last, at):
+                self._read_plain(chunk, last, decoded[:size], seen)
+            else:
+                if end - at > len(encoded):
+                    encoded = np.empty(end - at, np.uint8)
+                data = encoded[: end - at]
+                self._fill(at, [data])
+                seen(data)
+                for i in range(chunk, last + 1):
+                    start, place = self._starts[i] - at, (i - chunk) * self._chunk_bytes
+                    target = decoded[place : place + self._chunk_bytes]
+                    self._decode_one(i, data[start : start + self._lengths[i]], target, verify=True)
             rows = decoded[:size].view(self._spec.dtype).reshape(-1, *self._spec.shape[1:])
             yield rows[: total - row]
             row, at, chunk = row + len(rows), end, last + 1
@@ -160,6 +172,27 @@ class NativeArray:
             data = encoded[: min(_BLOCK, self._size - start)]
             self._fill(start, [data])
             seen(data)
+
+    def _is_plain(self, first: int, last: int, at: int) -> bool:
+        """Whether chunks are uncompressed and lie one after another from ``at`` on."""
+        stored = self._chunk_bytes + CRC_BYTES
+        return not self._compressed and all(
+            self._starts[i] == at + (i - first) * stored and self._lengths[i] == stored for i in range(first, last + 1)
+        )
+
+    def _read_plain(self, first: int, last: int, out: Bytes, seen: Callable[[Bytes], None]) -> None:
+        """Read such chunks into ``out``, without a copy, and compare their checksums."""
+        size, sums = self._chunk_bytes, np.empty((last - first + 1, CRC_BYTES), np.uint8)
+        chunks = out.reshape(-1, size)
+        parts: list[Part] = [part for pair in zip(chunks, sums, strict=True) for part in pair]
+        self._fill(self._starts[first], parts)
+        for i, (data, stored) in enumerate(zip(chunks, sums, strict=True), start=first):
+            seen(data)
+            seen(stored)
+            try:
+                check_crc(crc32c(data), stored)
+            except DamagedChunk as e:
+                raise DamagedChunk(f"chunk {i}: {e}") from e
 
     def _decode_one(self, chunk: int, data: Bytes, out: Bytes, *, verify: bool) -> None:
         try:

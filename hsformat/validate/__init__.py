@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from hsformat.contract import Contract
-from hsformat.engines.inspection import require_paths
 from hsformat.problems import ForeignFileError, HsError, NothingToOpen, Problem
 from hsformat.store.backend import CountedSource, Place, Source
 from hsformat.store.commit import load_commit, replaced_note
@@ -95,6 +94,8 @@ def run(
     """
     place = backend_for(path)
     if draft is not None:
+        from hsformat.engines.inspection import require_paths
+
         require_paths(draft.engine, draft=draft.draft, target=target, profile=draft.profile_path)
     contract, problems = load_contract(place)
     report = Report(store=place.location, level=level, problems=problems)

@@ -1,20 +1,21 @@
 """Whether data is what a draft was to be trained on: 4xx, from the draft's folder and the engine that will serve it.
 
-May import ``compare``, ``contract`` and ``engines``.
+May import ``compare``, ``contract`` and ``engines``; the engines' tables, which take longer to import than 100,000
+records to check, when there is a draft.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hsformat.compare import compare
 from hsformat.contract import Contract
-from hsformat.engines.inspection import inspect
-from hsformat.engines.matching import matching_ids
-from hsformat.engines.positions import check_record_length
-from hsformat.engines.profile import EngineProfile
 from hsformat.problems import Problem
+
+if TYPE_CHECKING:
+    from hsformat.engines.profile import EngineProfile
 
 __all__ = ["DraftCheck", "check_draft"]
 
@@ -58,6 +59,10 @@ def check_draft(
     Everything that is wrong with the draft by itself, and everything that the data and the engine disagree on. Where
     ids can make the engine feed what the data is laid out for, the fix of HS401 names them.
     """
+    from hsformat.engines.inspection import inspect
+    from hsformat.engines.matching import matching_ids
+    from hsformat.engines.positions import check_record_length
+
     model = contract if target is None else target
     layout, problems = inspect(
         check.engine, draft=check.draft, target=model, version=check.version, profile=check.profile
