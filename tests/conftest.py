@@ -11,6 +11,7 @@ import ast
 import json
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -28,6 +29,8 @@ from s3_server import environment, request, s3_server
 
 from hsformat.contract import Contract
 
+# A command that a shell starts in the background ignores Ctrl-C, and so do its children: tests send it to some.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("dev", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
