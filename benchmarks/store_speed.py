@@ -2,8 +2,9 @@
 
 Every case writes, and reads in random order, the same records: real states of the target (576 channels for the demo's)
 and random ones of 7,168 channels. In each repeat all cases run one after another, so that what else the machine does
-falls on all; the table has medians, and ratios to safetensors in the same repeat. CPU time is that of the process and
-all its threads. Reading is from the page cache. Everything that is written is flushed to the disk.
+falls on all; the table has medians, and ratios to safetensors in the same repeat. An epoch is all records in their
+order, by threads that read one each. CPU time is that of the process and all its threads. Reading is from the page
+cache. Everything that is written is flushed to the disk.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,29 @@ def cases(folder: Path, made: tuple[hs.Contract, list[hs.Record]], threads: int)
                     opened[0].read(i, captures=keys)
 
             yield what, name, read_store
+    for workers in (1, 2):
+        for name in ("safetensors", "torch", "fast", "compact"):
+            yield f"epoch, {workers} worker(s)", name, epoch(folder, files, name, workers)
+
+
+def epoch(folder: Path, files: Files, name: str, workers: int) -> Callable[[], None]:
+    """Return what reads all records in their order, each let go of when the next few are there."""
+    opened: list[hs.Store] = []
+
+    def one(i: int) -> None:
+        if opened:
+            opened[0].read(i)
+        else:
+            files.read(name, i, KEYS)
+
+    def run() -> None:
+        if not opened and name in ("fast", "compact"):
+            opened.append(hs.open(folder / f"{name}.hs.zarr"))
+        with ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(one, range(len(files.records))):
+                pass
+
+    return run
 
 
 def measure(folder: Path, title: str, made: tuple[hs.Contract, list[hs.Record]], repeats: int, threads: int) -> None:
@@ -206,6 +231,11 @@ def measure(folder: Path, title: str, made: tuple[hs.Contract, list[hs.Record]],
         )
         speeds = f"{nbytes / cpu / 1e6:,.0f} | {nbytes / wall / 1e6:,.0f}"
         print(f"| {what} | {name} | {speeds} | {of_cpu} | {of_wall} |")
+    for name in ("safetensors", "torch", "fast", "compact"):
+        one, two = (samples[f"epoch, {n} worker(s)", name][1:] for n in (1, 2))
+        times = statistics.median(a.wall / b.wall for a, b in zip(one, two, strict=True))
+        print(f"\nepoch of {name}: two workers are {times:.2f} times as fast as one", end="")
+    print()
     for codec in ("fast", "compact"):
         entries = LocalBackend(str(folder / f"{codec}.hs.zarr")).listing("")
         size = sum(e.size for e in entries)

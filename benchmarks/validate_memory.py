@@ -1,4 +1,4 @@
-"""Peak memory and time of validation: python benchmarks/validate_memory.py [--gib 2.5] [--records 100000] [--codec fast].
+"""Peak memory and time of validation: python benchmarks/validate_memory.py [--gib 2.5] [--records N] [--codec fast] .
 
 Two stores are written to a temporary folder: one of ``--gib`` GiB of states (records of 2,000 tokens, 4,096 channels, 4
 captures, bfloat16, random), and one of ``--records`` tiny records in segments of 2,000. Each is validated by

@@ -59,7 +59,7 @@ def _is_plain(value: Any) -> bool:
     if kind is str or kind is bool or value is None:
         return True
     if kind is int:
-        return -(2**53) < value < 2**53
+        return bool(-(2**53) < value < 2**53)
     if kind is dict:
         return all(type(k) is str and k.isascii() for k in value) and all(map(_is_plain, value.values()))
     return kind is list and (set(map(type, value)) == {str} or all(map(_is_plain, value)))
