@@ -62,7 +62,12 @@ def _is_plain(value: Any) -> bool:
         return bool(-(2**53) < value < 2**53)
     if kind is dict:
         return all(type(k) is str and k.isascii() for k in value) and all(map(_is_plain, value.values()))
-    return kind is list and (set(map(type, value)) == {str} or all(map(_is_plain, value)))
+    if kind is not list:
+        return False
+    kinds = set(map(type, value))
+    if kinds == {int}:  # the ends alone: a commit record has a column of them for each array
+        return _is_plain(min(value)) and _is_plain(max(value))
+    return kinds == {str} or all(map(_is_plain, value))
 
 
 def digest_json(value: Any) -> str:

@@ -267,17 +267,17 @@ def load_commit(source: Source, name: str) -> tuple[CommitRecord | None, list[Pr
         return damaged("no attribute 'hsformat'", "the commit record")
     body = {k: v for k, v in attribute.items() if k != "checksum"}
     try:
-        actual = checksum(canonical_json(body))
+        canonical = canonical_json(body)
     except (ValueError, RecursionError) as e:
         return damaged(str(e), "JSON that has a canonical form")
-    if attribute.get("checksum") != actual:
+    if attribute.get("checksum") != (actual := checksum(canonical)):
         return damaged(actual, f"{str(attribute.get('checksum'))[:80]}, the checksum written with it")
     if (version := body.get("spec_version")) != SPEC_VERSION:
         place, got = f"{where}: spec_version", json.dumps(version)[:80]
         fix = "install a version of hsformat that reads it, or open the store without the segment: damaged='skip'"
         return None, [problem("HS507", where=place, got=got, expected=SPEC_VERSION, fix=fix)]
     try:
-        parsed = _CommitJson.model_validate_json(json.dumps(body))
+        parsed = _CommitJson.model_validate_json(canonical)
     except ValidationError as e:
         return None, [
             problem(
