@@ -190,6 +190,7 @@ def _problems(error: ValidationError, places: Places, file: str | None) -> list[
             out.append(problem("HS603", where=where, got="an unknown option", expected=expected, fix=fix))
         else:
             said = str(err["ctx"]["error"]) if err["type"] == "value_error" else err["msg"]
+            said = "a list: [a, b]" if err["type"] == "tuple_type" else said
             got = "options that contradict each other" if not loc else repr(err["input"])[:200]
             out.append(problem("HS603", where=where, got=got, expected=said, fix="correct the value"))
     return out
