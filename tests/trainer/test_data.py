@@ -136,6 +136,24 @@ def test_held_out_by_ids(two, tmp_path):
         admit(two(held_out=f"ids:{tmp_path / 'none'}"))
 
 
+def test_a_file_or_a_store_that_holds_nothing_out_is_refused(two, tmp_path, folder):
+    """The run had no evaluation and no best checkpoint, and nobody was told."""
+    (tmp_path / "ids").write_text("\n \n")
+    make_store(tmp_path / "none", contract_of(folder / "target"), count=0)
+    (tmp_path / "long").write_text("r3\n")
+    for given, changes, got in (
+        (f"ids:{tmp_path / 'ids'}", {}, "no id"),
+        (f"store:{tmp_path / 'none'}", {}, "no record"),
+        (f"ids:{tmp_path / 'long'}", {"batch_tokens": 10}, "1 ids, of which none is of a record of at most 10 tokens"),
+    ):
+        with pytest.raises(ContractMismatch) as refused:
+            admit(two(held_out=given, **changes))
+        found = [p for p in refused.value.problems if p.severity is Severity.ERROR]
+        assert [(p.code, p.got) for p in found] == [("HS102", got)]
+        assert given.partition(":")[2] in found[0].where
+        assert "--held-out none" in found[0].fix
+
+
 def test_held_out_in_a_store_of_its_own(tmp_path):
     config = make_run(tmp_path, held_out=f"store:{tmp_path / 'test.hs.zarr'}")
     make_store(tmp_path / "test.hs.zarr", contract_of(tmp_path / "target"), count=3, first=40)
