@@ -99,6 +99,12 @@ def test_a_key_that_is_there_twice_does_not_hide_the_rest(file):
 
 
 def test_what_is_named_twice_or_is_no_share_has_its_place(tmp_path, file):
+    (p,) = wrong(None, {**NEEDED, "aux": "d1,d2,d1"})  # it ended with a traceback
+    assert (p.where, p.expected) == ("--aux", "each capture once")
+    (p,) = wrong(None, {**NEEDED, "out": "a\0b"})
+    assert p.where == "--out"
+    (p,) = wrong(None, {**NEEDED, "stores": [{"path": "a", "weight": -1.0}]})
+    assert p.where == "STORE... and --weights"
     (p,) = wrong(None, {**NEEDED, "serve": ["vllm@1", "vllm@1"]})
     assert (p.where, p.expected) == ("--serve", "each engine of a version once")
     (tmp_path / "a").mkdir()

@@ -157,6 +157,7 @@ TENSORS: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str
     (MODEL, "fc.weight", _nan, "HS201"),
     (MODEL, "fc.weight", lambda t: t[1:].contiguous(), "HS602"),
     (MODEL, "norm.weight", lambda t: t.long(), "HS602"),
+    (MODEL, "norm.weight", lambda t: t.to(torch.float8_e4m3fn), "HS602"),
     (OPTIMIZER, "muon/fc.weight/momentum_buffer", _nan, "HS201"),
     (OPTIMIZER, "muon/fc.weight/momentum_buffer", lambda t: None, "HS602"),
     (OPTIMIZER, "muon/fc.weight/momentum_buffer", lambda t: t[1:].contiguous(), "HS602"),

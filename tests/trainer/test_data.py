@@ -154,6 +154,24 @@ def test_a_file_or_a_store_that_holds_nothing_out_is_refused(two, tmp_path, fold
         assert "--held-out none" in found[0].fix
 
 
+def test_weights_for_which_no_record_comes(two):
+    """A run of so many steps made none of them, for ever; a run of epochs ended at once."""
+    with pytest.raises(ContractMismatch) as refused:
+        admit(two(a=1e-3, b=1e-3))
+    assert [(p.code, p.fix) for p in refused.value.problems] == [("HS102", "raise --weights")]
+    (note,) = admit(two(a=1.0, b=0.04)).notes
+    assert (note.code, note.severity) == ("HS102", Severity.WARNING)
+    assert note.got == "weight 0.04 of 10 records: none in any epoch"
+    assert admit(two(a=1.0, b=0.06)).notes == ()
+
+
+def test_more_processes_than_records_are_refused(two):
+    config = two(batch_tokens=10)
+    with pytest.raises(HsError) as e:
+        train_loader(config, admit(config), world_size=40)
+    assert [p.code for p in e.value.problems] == ["HS102"]
+
+
 def test_held_out_in_a_store_of_its_own(tmp_path):
     config = make_run(tmp_path, held_out=f"store:{tmp_path / 'test.hs.zarr'}")
     make_store(tmp_path / "test.hs.zarr", contract_of(tmp_path / "target"), count=3, first=40)

@@ -379,15 +379,15 @@ def test_a_run_that_begins_with_an_exported_draft_has_its_weights_and_map(base, 
 def test_weights_to_begin_with_that_are_not_finite_are_named(base, make_checkpoint, tmp_path, name, weight, code):
     """The first loss was NaN, and the learning rate was blamed."""
     folder = export_draft(make_checkpoint(), parse_serve(BOTH), out=tmp_path / "draft", dtype="float32").folder
+    config = make_config(base, init=str(folder))
+    admitted = admit(config)
+    target = TargetHead.load(config.target, admitted.target, dtype=torch.float32, device="cpu")
     tensors = load_file(folder / "model.safetensors")
     if weight is None:
         tensors[name] = tensors[name].to(torch.int8)
     else:
         tensors[name].view(-1)[1] = weight
     save_file(tensors, folder / "model.safetensors")
-    config = make_config(base, init=str(folder))
-    admitted = admit(config)
-    target = TargetHead.load(config.target, admitted.target, dtype=torch.float32, device="cpu")
     with pytest.raises(hs.HsError) as refused:
         Draft(admitted.spec, vocabulary=None, target=target, init=folder)
     (found,) = refused.value.problems

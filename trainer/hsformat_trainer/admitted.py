@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,16 @@ class Source:
     train_tokens: _Rows
     held_out_tokens: _Rows
     too_long: int
+
+    @property
+    def per_epoch(self) -> int:
+        """Training records of every epoch, one that comes twice counted twice: ``weight`` passes, rounded."""
+        return floor(self.weight) * len(self.train) + self.part
+
+    @property
+    def part(self) -> int:
+        """Those of them that are of a pass that is not whole."""
+        return round((self.weight - floor(self.weight)) * len(self.train))
 
     def ids_digest(self, rows: _Rows) -> str:
         """Return the digest of the ids of some records, in order."""

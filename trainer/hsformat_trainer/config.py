@@ -27,7 +27,7 @@ Count = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]  # no path of the system holds a zero byte
 
 
 def _store(value: Any) -> Any:
@@ -272,6 +272,13 @@ class TrainConfig(Frozen):
         if len({_place(s.path) for s in stores}) != len(stores):
             raise ValueError("each store once: give it a weight instead")
         return stores
+
+    @field_validator("aux")
+    @classmethod
+    def _captures_once(cls, aux: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if aux is not None and len(set(aux)) != len(aux):
+            raise ValueError("each capture once")
+        return aux
 
     @field_validator("serve")
     @classmethod

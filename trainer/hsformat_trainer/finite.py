@@ -16,10 +16,11 @@ __all__ = ["is_finite", "states_not_finite", "weights_not_finite"]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor infinity; nothing of its size is allocated."""
+    """Return whether a tensor holds neither NaN nor infinity; one of 16 bits or more is not copied for it."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
-    low, high = torch.aminmax(tensor.detach())  # NaN comes through both
+    wide = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()  # aminmax takes no float8
+    low, high = torch.aminmax(wide)  # NaN comes through both
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 

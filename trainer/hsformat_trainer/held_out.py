@@ -85,7 +85,8 @@ def split(
     problems
         HS107 (error) is added for a held-out record that is trained on as well, HS107 (warning) for an id that two
         training sources have, HS602 for an id that no source has, HS102 where nothing is left to train on, and where
-        nothing is held out: an error of a file or a store that was named for it, a warning of a share.
+        nothing is held out: an error of a file or a store that was named for it, a warning of a share. HS102
+        also where weights are so small that no epoch has a record: of all stores an error, of one a warning.
     """
     named = read_ids(held_out.ids) if held_out.ids is not None else []
     chosen = frozenset(named)
@@ -125,6 +126,12 @@ def split(
         )
         fix = "give more records, hold out fewer, or raise --batch-tokens"
         problems.append(problem("HS102", where="stores", got=got, expected="records to train on", fix=fix))
+    elif not sum(s.per_epoch for s in out):
+        got = f"weights {', '.join(f'{s.weight:g}' for s in out if len(s.train))}: no record in any epoch"
+        expected, fix = "at least one record an epoch", "raise --weights"
+        problems.append(problem("HS102", where="stores", got=got, expected=expected, fix=fix))
+    else:
+        problems += [_never_trained(s) for s in out if len(s.train) and not s.per_epoch and s.weight]
     return tuple(out)
 
 
@@ -162,6 +169,12 @@ def _nothing_held_out(
     if severity is Severity.ERROR and (named or (apart is not None and len(apart[1]))):
         fix = f"raise --batch-tokens, or {fix}"
     return problem("HS102", where=where, got=got, expected=expected, fix=fix, severity=severity)
+
+
+def _never_trained(s: Source) -> Problem:
+    got = f"weight {s.weight:g} of {len(s.train)} records: none in any epoch"
+    fix, severity = "raise its weight, or leave the store out", Severity.WARNING
+    return problem("HS102", where=s.name, got=got, expected="a record an epoch", fix=fix, severity=severity)
 
 
 def _same_ids(a: str, b: str, n: int) -> Problem:

@@ -145,7 +145,7 @@ def _moment_problems(
 def _unlike(
     path: Path, wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], fix: str
 ) -> Iterator[Problem]:
-    """Yield HS602 for each weight that is missing, unknown, or of another shape or kind of number."""
+    """Yield HS602 for each weight that is missing, unknown, or of another shape or type."""
     for name in sorted({*wanted, *got}):
         there, here = (_kind(tensors[name]) if name in tensors else "no such weight" for tensors in (wanted, got))
         if there != here:
@@ -153,5 +153,4 @@ def _unlike(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    kind = "floats" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
-    return f"{kind} of {tuple(tensor.shape)}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
