@@ -265,12 +265,33 @@ def test_resuming_on_other_data_is_refused_with_the_difference(base, tmp_path):
     assert {("HS507", "sources[0].train.ids"), ("HS507", "sources[0].held_out.ids")} <= differs(seed=7)
     assert differs(stores=[{"path": str(base / "data.hs.zarr"), "weight": 2.0}]) == {("HS507", "sources[0].weight")}
     assert differs(norm_output=True) >= {("HS405", "spec.norm_output")}
-    assert ("HS401", "servings") in differs(serve=["vllm@0.32.0"])
+    assert {("HS401", "servings[0].engine"), ("HS401", "servings[1]")} <= differs(serve=["vllm@0.32.0"])
     contract = contract_of(base / "target")
     make_store(tmp_path / "other", contract, first=40)
     assert differs(stores=[str(tmp_path / "other")]) >= {("HS507", "sources[0].train.ids")}
     text = "\n".join(map(str, differences(admit(make_config(base, seed=7)).record(), recorded)))
     assert "as the run had" in text
+
+
+def test_the_whole_difference_is_shown_field_by_field(base):
+    """It was cut at 200 characters: which fields of an engine or a store differed could not be read."""
+    admitted = admit(make_config(base))
+    recorded = json.loads(json.dumps(admitted.record()))
+    (found,) = differences(admit(make_config(base, serve=BOTH[:1])).record(), recorded)
+    assert found.where == "resume: servings[1]"
+    lines = str(found).splitlines()
+    for key, value in recorded["servings"][1].items():
+        if key != "evidence" and not isinstance(value, (dict, list)):
+            assert f"    {key}: {'none' if value is None else value}" in lines
+    assert any(line.startswith("    rope[0].theta: ") for line in lines)
+    (more,) = differences(recorded, admit(make_config(base, serve=BOTH[:1])).record())
+    assert "    engine: vllm" in str(more).splitlines()
+    assert more.expected == "none, as the run had"
+    longer = json.loads(json.dumps(recorded))
+    longer["spec"]["rope"] = {"rope_type": "yarn", "factors": [1.5] * 100}
+    wheres = [p.where for p in differences(longer, recorded)]
+    assert wheres == ["resume: spec.rope.factors", "resume: spec.rope.rope_theta", "resume: spec.rope.rope_type"]
+    assert differences(longer, recorded)[0].got.count("1.5") == 100
 
 
 def test_frozen_contracts_are_not_changed(base):  # speculators#454: a config was changed by what was built of it
@@ -300,6 +321,11 @@ def test_data_that_trains_nothing_is_refused(tmp_path):
     assert (p.code, p.where) == ("HS103", "stores")
     assert "2 training record(s)" in p.got
     admit(make_config(tmp_path, held_out="none", mask_rule="target"))  # it trains what is in the span
+    more = [tiny_record(contract, f"r{i}", tokens=9 + i) for i in range(2, 6)]
+    make_store(tmp_path / "more", contract, records=more)
+    config = make_config(tmp_path, stores=[str(tmp_path / "more")], held_out=f"store:{tmp_path / 'data.hs.zarr'}")
+    (note,) = admit(config).notes  # it was evaluated, at an acceptance length of 1.0
+    assert (note.code, note.severity.value, note.where) == ("HS103", "warning", "held-out records")
 
 
 def test_a_share_that_holds_nothing_out_is_a_warning(base):

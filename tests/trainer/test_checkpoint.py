@@ -31,7 +31,15 @@ from hsformat_trainer.checkpoint import (
 
 pytestmark = pytest.mark.needs("torch")
 
-PARTS: dict[str, Any] = {"tokens": 0, "config": {}, "admitted": {}, "spec": {}, "loader": {}, "random": []}
+PARTS: dict[str, Any] = {
+    "tokens": 0,
+    "config": {},
+    "admitted": {},
+    "spec": {},
+    "loader": {},
+    "random": [],
+    "evaluation": None,
+}
 
 
 def write(out: Path, step: int, score: float | None = None, size: int = 4) -> Path:

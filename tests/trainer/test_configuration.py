@@ -47,6 +47,23 @@ def test_flags_override_the_file(file):
     assert (config.steps, config.out, config.lr, config.decay) == (3, "elsewhere", 1e-4, 0.8)
 
 
+def test_one_value_where_a_list_is_wanted(file):
+    """As with flags: ``serve: sglang@0.5.23`` is what anybody writes first."""
+    path = file("stores: a,b\ntarget: t\nserve: vllm@0.32.0\nout: o\naux: d1, d2\ntrackers: tensorboard\n")
+    config = load_config(path, {})
+    assert [s.path for s in config.stores] == ["a,b"]  # a path may have a comma
+    assert (config.serve, config.aux, config.trackers) == (("vllm@0.32.0",), ("d1", "d2"), ("tensorboard",))
+    config = load_config(file("stores: {path: a, weight: 2}\ntarget: t\nserve: a@1,b@2\nout: o\n"), {})
+    assert [(s.path, s.weight) for s in config.stores] == [("a", 2.0)]
+    assert config.serve == ("a@1", "b@2")
+    found = wrong(file("stores: 5\ntarget: t\nserve: {a: 1}\nout: o\naux: ''\n"), {})
+    assert {(p.where.rpartition(": ")[2], p.expected) for p in found} >= {
+        ("stores", "a list: [a, b]"),
+        ("serve", "a list: [a, b]"),
+    }
+    assert {p.where.rpartition(": ")[2] for p in found} == {"stores", "serve", "aux"}
+
+
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "+1e-04", ".1e-3", "0.0001"])
 def test_numbers_that_yaml_1_1_takes_for_text(file, text):
     path = file(f"stores: [a]\ntarget: t\nserve: [vllm@0.32.0]\nout: o\nlr: {text}\n")
@@ -82,6 +99,12 @@ def test_a_key_that_is_there_twice_does_not_hide_the_rest(file):
 
 
 def test_what_is_named_twice_or_is_no_share_has_its_place(tmp_path, file):
+    (p,) = wrong(None, {**NEEDED, "aux": "d1,d2,d1"})  # it ended with a traceback
+    assert (p.where, p.expected) == ("--aux", "each capture once")
+    (p,) = wrong(None, {**NEEDED, "out": "a\0b"})
+    assert p.where == "--out"
+    (p,) = wrong(None, {**NEEDED, "stores": [{"path": "a", "weight": -1.0}]})
+    assert p.where == "STORE... and --weights"
     (p,) = wrong(None, {**NEEDED, "serve": ["vllm@1", "vllm@1"]})
     assert (p.where, p.expected) == ("--serve", "each engine of a version once")
     (tmp_path / "a").mkdir()

@@ -136,6 +136,42 @@ def test_held_out_by_ids(two, tmp_path):
         admit(two(held_out=f"ids:{tmp_path / 'none'}"))
 
 
+def test_a_file_or_a_store_that_holds_nothing_out_is_refused(two, tmp_path, folder):
+    """The run had no evaluation and no best checkpoint, and nobody was told."""
+    (tmp_path / "ids").write_text("\n \n")
+    make_store(tmp_path / "none", contract_of(folder / "target"), count=0)
+    (tmp_path / "long").write_text("r3\n")
+    for given, changes, got in (
+        (f"ids:{tmp_path / 'ids'}", {}, "no id"),
+        (f"store:{tmp_path / 'none'}", {}, "no record"),
+        (f"ids:{tmp_path / 'long'}", {"batch_tokens": 10}, "1 ids, of which none is of a record of at most 10 tokens"),
+    ):
+        with pytest.raises(ContractMismatch) as refused:
+            admit(two(held_out=given, **changes))
+        found = [p for p in refused.value.problems if p.severity is Severity.ERROR]
+        assert [(p.code, p.got) for p in found] == [("HS102", got)]
+        assert given.partition(":")[2] in found[0].where
+        assert "--held-out none" in found[0].fix
+
+
+def test_weights_for_which_no_record_comes(two):
+    """A run of so many steps made none of them, for ever; a run of epochs ended at once."""
+    with pytest.raises(ContractMismatch) as refused:
+        admit(two(a=1e-3, b=1e-3))
+    assert [(p.code, p.fix) for p in refused.value.problems] == [("HS102", "raise --weights")]
+    (note,) = admit(two(a=1.0, b=0.04)).notes
+    assert (note.code, note.severity) == ("HS102", Severity.WARNING)
+    assert note.got == "weight 0.04 of 10 records: none in any epoch"
+    assert admit(two(a=1.0, b=0.06)).notes == ()
+
+
+def test_more_processes_than_records_are_refused(two):
+    config = two(batch_tokens=10)
+    with pytest.raises(HsError) as e:
+        train_loader(config, admit(config), world_size=40)
+    assert [p.code for p in e.value.problems] == ["HS102"]
+
+
 def test_held_out_in_a_store_of_its_own(tmp_path):
     config = make_run(tmp_path, held_out=f"store:{tmp_path / 'test.hs.zarr'}")
     make_store(tmp_path / "test.hs.zarr", contract_of(tmp_path / "target"), count=3, first=40)

@@ -49,6 +49,7 @@ def make_checkpoint(base, tmp_path):
         state = {
             "config": config.model_dump(mode="json"), "admitted": admitted.record(),
             "spec": admitted.spec.model_dump(mode="json"), "tokens": 0, "loader": {}, "random": [],
+            "evaluation": None,
         }  # fmt: skip
         tensors = {k: v.detach().contiguous() for k, v in draft.state_dict().items()}
         return write_checkpoint(config.out, 3, state=state, tensors={"model.safetensors": tensors})
@@ -154,6 +155,38 @@ def test_the_speculators_layout(base, make_checkpoint, tmp_path):
     ) == {"HS410"}  # SGLang does not read it  # fmt: skip
 
 
+def test_the_verifier_is_found_from_another_folder(base, make_checkpoint, tmp_path, monkeypatch):
+    """An engine runs elsewhere, and took a relative path for a name on a hub."""
+    checkpoint = make_checkpoint()
+    monkeypatch.chdir(base)
+    engines = parse_serve(["vllm@0.32.0"])
+    done = export_draft(checkpoint, engines, out=tmp_path / "draft", target="target", style="speculators")
+    named = json.loads((done.folder / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"]
+    assert named == str(base / "target")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda s: s["spec"].update(num_aux=2), ["spec.num_aux", "spec.num_aux"]),
+        (lambda s: s["spec"].pop("rope"), ["spec.rope"]),
+        (lambda s: s["admitted"].update(layout=5), ["admitted.layout"]),
+        (lambda s: s["admitted"]["target"].update(architecture=5), ["admitted.target.architecture"]),
+        (lambda s: s["admitted"]["target"].update(vocab_size=99), ["spec.vocab_size"]),
+        (lambda s: s["config"].update(serve="x", steps=0), ["config.serve", "config.steps"]),
+        (lambda s: s.update(step=4), ["step"]),
+    ],
+)
+def test_a_damaged_state_is_named_by_its_field(make_checkpoint, change, named):
+    file = make_checkpoint() / "state.json"
+    state = json.loads(file.read_text())
+    change(state)
+    file.write_text(json.dumps(state))
+    with pytest.raises(hs.HsError) as refused:
+        export_module.read_trained(file.parent)
+    assert [(p.code, p.where) for p in refused.value.problems] == [("HS602", f"{file}: {name}") for name in named]
+
+
 def damage(checkpoint, change):
     tensors = load_file(checkpoint / "model.safetensors")
     change(tensors)
@@ -174,6 +207,8 @@ def nan(tensors):
         (lambda t: t.pop("d2t"), "HS411"),  # NeMo Automodel PR#2447: the map was not in the checkpoint
         (lambda t: t.update({"d2t": t["d2t"] + torch.arange(20)}), "HS408"),  # target ids, not offsets
         (lambda t: t.update({"t2d": ~t["t2d"]}), "HS408"),
+        (lambda t: t.update({"d2t": t["d2t"].float()}), "HS411"),
+        (lambda t: t.update({"norm.weight": t["norm.weight"].to(torch.int8)}), "HS411"),
     ],
 )
 def test_a_damaged_checkpoint_gives_no_folder(make_checkpoint, tmp_path, change, code):
@@ -331,6 +366,34 @@ def test_a_run_that_begins_with_an_exported_draft_has_its_weights_and_map(base, 
     target = TargetHead.load(config.target, admitted.target, dtype=torch.float32, device="cpu")
     draft = Draft(admitted.spec, vocabulary=vocabulary, target=target, init=folder)
     assert all(torch.equal(v, trained[k]) for k, v in draft.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "code"),
+    [
+        ("midlayer.mlp.up_proj.weight", float("nan"), "HS201"),
+        ("fc.weight", float("inf"), "HS201"),
+        ("norm.weight", None, "HS411"),
+    ],
+)
+def test_weights_to_begin_with_that_are_not_finite_are_named(base, make_checkpoint, tmp_path, name, weight, code):
+    """The first loss was NaN, and the learning rate was blamed."""
+    folder = export_draft(make_checkpoint(), parse_serve(BOTH), out=tmp_path / "draft", dtype="float32").folder
+    config = make_config(base, init=str(folder))
+    admitted = admit(config)
+    target = TargetHead.load(config.target, admitted.target, dtype=torch.float32, device="cpu")
+    tensors = load_file(folder / "model.safetensors")
+    if weight is None:
+        tensors[name] = tensors[name].to(torch.int8)
+    else:
+        tensors[name].view(-1)[1] = weight
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(hs.HsError) as refused:
+        Draft(admitted.spec, vocabulary=None, target=target, init=folder)
+    (found,) = refused.value.problems
+    assert found.code == code
+    if weight is not None:
+        assert found.where == f"{folder / 'model.safetensors'}: {name}"
 
 
 def test_from_a_store_to_a_served_draft(base, tmp_path, cli):

@@ -136,6 +136,20 @@ def test_a_record_that_is_not_finite_stops_it_before_the_step(data: Path, tmp_pa
     assert [p.name for p in checkpoints(tmp_path)][-1] == f"step-{done}"  # of the last good step
 
 
+def test_a_held_out_record_that_is_not_finite_is_told_and_no_miss(data: Path, tmp_path: Path) -> None:
+    """The evaluation counted what the draft said of NaN as wrong, and the run went on to choose checkpoints by it."""
+    config = tiny_config(data, out=str(tmp_path))
+    admitted = tiny_admitted(config)
+    (source,) = admitted.sources
+    poisoned = replace(source, source=Poisoned(Poisoned(source.source, "r21"), "r23"))
+    with pytest.raises(InvalidRecord) as e:
+        train(config, replace(admitted, sources=(poisoned,)))
+    assert [(p.code, p.record) for p in e.value.problems] == [("HS201", "r21"), ("HS201", "r23")]
+    assert e.value.problems[0].where == f"held out of {source.name}: record 'r21': d2: state 4"
+    assert checkpoints(tmp_path) == []
+    assert train(config, admitted).exit_code == 0
+
+
 def test_a_loss_that_diverges_stops_it(data: Path, tmp_path: Path) -> None:
     """NaN from the first step on, and nothing said which records: speculators#238."""
     with pytest.raises(InvalidRecord) as e:
@@ -144,6 +158,7 @@ def test_a_loss_that_diverges_stops_it(data: Path, tmp_path: Path) -> None:
     assert found.code == "HS201"
     assert "states of these records are finite" in found.got
     assert "lower lr" in found.fix
+    assert "fp32" not in found.fix  # the run is in it; and a run that goes on may not change it
 
 
 @pytest.fixture
@@ -245,10 +260,20 @@ def test_how_a_record_came_about_is_read_once_and_without_states(data: Path) -> 
 
 @pytest.mark.parametrize("line", [b'{"x', b'{"x": 1}', b"[1]", b"\xff", b'{"kind": "step"}', b"[" * 100_000])
 def test_a_log_with_a_line_of_another_hand_is_named(tmp_path: Path, line: bytes) -> None:
-    (tmp_path / "log.jsonl").write_bytes(b'{"kind": "step", "step": 1}\n' + line + b"\n" + b'{"kind": "st')
+    whole = b'{"kind": "step", "step": 1, "loss": 2.0, "accuracy": [0.5, null], "lr": {"adamw": 0.1}, "grad_norm": 1.0}'
+    (tmp_path / "log.jsonl").write_bytes(whole + b"\n" + line + b"\n" + b'{"kind": "st')
     with pytest.raises(HsError) as e:
         read_journal(tmp_path)
-    assert [(p.code, p.where) for p in e.value.problems] == [("HS602", f"{tmp_path / 'log.jsonl'}: line 2")]
+    assert {p.code for p in e.value.problems} == {"HS602"}
+    assert all(p.where.startswith(f"{tmp_path / 'log.jsonl'}: line 2") for p in e.value.problems)
+
+
+def test_numbers_that_a_line_of_the_log_lacks_are_named(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(json.dumps({"kind": "evaluation", "step": 3, "records": "x"}) + "\n")
+    with pytest.raises(HsError) as e:
+        read_journal(tmp_path)
+    named = {p.where.rpartition(".")[2] for p in e.value.problems}
+    assert {"records", "accuracy", "acceptance_length", "compared_length"} <= named
 
 
 def test_records_of_one_id_that_came_about_otherwise_are_not_exact(data: Path) -> None:

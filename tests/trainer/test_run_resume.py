@@ -182,6 +182,7 @@ def test_a_longer_run_at_another_rate_goes_on_and_says_so(
     assert [p.where.rpartition(": ")[2] for p in result.notes] == ["max_steps", "lr", "muon_lr", "schedule"]
     told = capsys.readouterr().out
     assert all(str(note) in told for note in result.notes)
+    assert all(note.fix.startswith("nothing") for note in result.notes)  # nothing is wrong
     (last,) = [line for line in curve(Path(config.out)) if line["step"] == TOTAL + 2 and line["kind"] == "step"]
     assert last["lr"] == {"adamw": 0.5, "muon": 0.25}
     assert [line["step"] for line in curve(Path(config.out))][-1] == TOTAL + 2

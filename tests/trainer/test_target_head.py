@@ -20,6 +20,17 @@ def load(tiny, dtype=torch.float32, **facts):
     return TargetHead.load(tiny.folder, tiny.target.model_copy(update=facts), dtype=dtype, device="cpu")
 
 
+def test_weights_of_the_target_that_are_not_finite_are_named(tmp_path):
+    tiny = save_tiny("llama", tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ForeignFileError) as e:
+        load(tiny)
+    assert [(p.code, p.where) for p in e.value.problems] == [("HS201", f"{tmp_path}: final_norm")]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "granite", "cohere", "gpt2"])
 def test_logits_and_depth_0_equal_transformers(family, tmp_path):
     """TorchSpec#169: the head was applied to states without the final norm; both kinds are told apart here."""

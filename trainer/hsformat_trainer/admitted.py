@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hsformat.contract import Contract, TargetModel, compatibility_view, differing_fields
+from hsformat.contract import Contract, TargetModel, compatibility_view
 from hsformat.digests import digest_bytes
 from hsformat.layout import Layout, ServingLayout
 from hsformat.problems import Problem, problem
 from hsformat_trainer.content import source_digest
+from hsformat_trainer.differing import ABSENT, differing_leaves, shown
 
 if TYPE_CHECKING:
     from hsformat.source import RecordSource
@@ -53,6 +55,16 @@ class Source:
     train_tokens: _Rows
     held_out_tokens: _Rows
     too_long: int
+
+    @property
+    def per_epoch(self) -> int:
+        """Training records of every epoch, one that comes twice counted twice: ``weight`` passes, rounded."""
+        return floor(self.weight) * len(self.train) + self.part
+
+    @property
+    def part(self) -> int:
+        """Those of them that are of a pass that is not whole."""
+        return round((self.weight - floor(self.weight)) * len(self.train))
 
     def ids_digest(self, rows: _Rows) -> str:
         """Return the digest of the ids of some records, in order."""
@@ -148,15 +160,18 @@ class Admitted:
 def differences(record: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[Problem]:
     """Return in what a run differs from another by their :meth:`Admitted.record`; empty: that run may go on with this.
 
-    The places of stores are not compared: they may have been moved.
+    One problem a field, whole. The places of stores are not compared: they may have been moved.
     """
     fix = "resume with the data, target and engines that the run was begun with, or begin a new run in another --out"
-    return [
-        problem(
-            _code(path), where=f"resume: {path}", got=_short(got), expected=f"{_short(was)}, as the run had", fix=fix
-        )
-        for path, got, was in differing_fields(_comparable(record), _comparable(recorded))
-    ]
+    out = []
+    for path, now, was in differing_leaves(_comparable(record), _comparable(recorded)):
+        got, expected = shown(now), f"{shown(was)}, as the run had"
+        if "\n" in expected:  # only what was got may have lines
+            got, expected = f"{'none' if now == ABSENT else got}; the run had{shown(was)}", "as the run had"
+        elif was == ABSENT:
+            expected = "none, as the run had"
+        out.append(problem(_code(path), where=f"resume: {path}", got=got, expected=expected, fix=fix))
+    return out
 
 
 def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,8 +193,3 @@ def _code(path: str) -> str:
 
 def _keys(keys: Any) -> str:
     return f"[{', '.join(keys)}]"
-
-
-def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

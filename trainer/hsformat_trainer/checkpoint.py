@@ -25,8 +25,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hsformat.problems import ForeignFileError, Severity, StoreError, problem
+from pydantic import ValidationError
+
+from hsformat.problems import ForeignFileError, Problem, Severity, StoreError, problem
 from hsformat.strict_json import parse_json
+from hsformat_trainer.checkpoint_state import Evaluated, model_problems
 from hsformat_trainer.tensor_files import write_tensors
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ __all__ = [
     "checkpoints",
     "clear_unfinished",
     "folder_of",
+    "instead_of",
     "latest",
     "prune",
     "read_state",
@@ -62,7 +66,10 @@ MODEL, OPTIMIZER, RNG, STATE = "model.safetensors", "optimizer.safetensors", "rn
 _PARTS: dict[str, type] = {
     "step": int, "tokens": int, "config": dict, "admitted": dict, "spec": dict, "loader": dict, "random": list,
 }  # fmt: skip
-"""What a reader takes out of ``state.json``, and its kind in Python; ``evaluation`` is null for most."""
+"""What a reader takes out of ``state.json`` beside ``evaluation``, and its kind in Python.
+
+What is in them, :mod:`.checkpoint_state` knows; of the evaluation a run reads a number in every checkpoint.
+"""
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"\.step-\d+\.(new|old)")
@@ -173,34 +180,66 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     Raises
     ------
     ForeignFileError
-        HS602: there is none, it is no JSON object, or a part of it is missing. HS603: it is of another version of the
-        format.
+        HS602: there is none, it is no JSON object, a part of it is missing or wrong, or it is of another step than the
+        folder's name says. HS603: it is of another version of the format.
     """
-    path = Path(folder) / STATE
+    path, fix = Path(folder) / STATE, instead_of(folder)
     try:
         state = parse_json(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        expected, fix = "a checkpoint of hsformat train", "name a folder OUT/checkpoints/step-N"
+        expected = "a checkpoint of hsformat train"
         raise ForeignFileError([problem("HS602", where=str(path), got=e, expected=expected, fix=fix)]) from e
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         got = state.get("format") if isinstance(state, dict) else type(state).__name__
-        expected, fix = f"format {FORMAT}", "use the version of hsformat that wrote it"
+        expected, fix = f"format {FORMAT}", f"use the version of hsformat that wrote it; otherwise {fix}"
         raise ForeignFileError([problem("HS603", where=str(path), got=got, expected=expected, fix=fix)])
-    lacks = [
+    wrong = [
         problem(
-            "HS602", where=str(path), got=_wrong(key, state), expected=f"{key} as hsformat train writes it",
-            fix="resume from an earlier checkpoint: remove this one",
+            "HS602",
+            where=f"{path}: {key}",
+            got=_got(key, state),
+            expected=f"{key} as hsformat train writes it",
+            fix=fix,
         )
         for key, kind in _PARTS.items()
-        if not isinstance(state.get(key), kind)
-    ]  # fmt: skip
-    if lacks:
-        raise ForeignFileError(lacks)
+        if type(state.get(key)) is not kind
+    ]
+    wrong += _evaluation_problems(state, path, fix)
+    named = _NAME.fullmatch(path.parent.name)
+    if not wrong and named is not None and int(named[1]) != state["step"]:
+        expected = f"{named[1]}, as the folder's name says"
+        renamed = f"rename the folder to step-{state['step']} if its name is wrong; otherwise {fix}"
+        wrong.append(problem("HS602", where=f"{path}: step", got=state["step"], expected=expected, fix=renamed))
+    if wrong:
+        raise ForeignFileError(wrong)
     return state
 
 
-def _wrong(key: str, state: Mapping[str, Any]) -> str:
-    return f"{key} of type {type(state[key]).__name__}" if key in state else f"no {key}"
+def instead_of(folder: str | Path) -> str:
+    """Return what to do about a checkpoint that is damaged, with options that there are."""
+    own = Path(folder)
+    others = [p.name for p in checkpoints(own.absolute().parent.parent) if p.name != own.name]
+    if not others:
+        return "begin another run in another --out: this one has no other checkpoint"
+    return f"use {others[-1]}: --resume takes it when {own.name} is removed, and export-draft takes the one it is given"
+
+
+def _evaluation_problems(state: Mapping[str, Any], path: Path, fix: str) -> list[Problem]:
+    if "evaluation" in state and state["evaluation"] is None:
+        return []
+    if type(state.get("evaluation")) is not dict:
+        expected = "null or an evaluation, as hsformat train writes it"
+        got = _got("evaluation", state)
+        return [problem("HS602", where=f"{path}: evaluation", got=got, expected=expected, fix=fix)]
+    try:
+        Evaluated.model_validate_json(json.dumps(state["evaluation"]))
+    except ValidationError as e:
+        return model_problems(e, where=str(path), fix=fix, inside=("evaluation",))
+    return []
+
+
+def _got(key: str, state: Mapping[str, Any]) -> str:
+    return f"{type(state[key]).__name__} {state[key]!r}"[:300] if key in state else f"no {key}"
 
 
 def read_tensors(folder: str | Path, name: str) -> dict[str, torch.Tensor]:
@@ -218,7 +257,7 @@ def read_tensors(folder: str | Path, name: str) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as e:
-        expected, fix = "tensors of a checkpoint", "resume from an earlier checkpoint: remove this one"
+        expected, fix = "tensors of a checkpoint", instead_of(folder)
         raise ForeignFileError([problem("HS602", where=str(path), got=e, expected=expected, fix=fix)]) from e
 
 

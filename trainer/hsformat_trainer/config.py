@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
 from hsformat.align import MaskRule
 from hsformat.layout import CaptureKey
@@ -27,7 +27,7 @@ Count = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]  # no path of the system holds a zero byte
 
 
 def _store(value: Any) -> Any:
@@ -56,6 +56,20 @@ def _held_out(value: Any) -> Any:
     except ValueError as e:
         raise ValueError("a share of the records (0.05), ids:FILE, store:PATH, or none") from e
     return {"share": share}
+
+
+def _parts(value: Any) -> Any:
+    """Return ``a,b`` as a list, as a flag gives it; in a file a single value may stand for a list of one."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _one_or_more(value: Any) -> Any:
+    """Return one store as a list; its path may have commas."""
+    return [value] if isinstance(value, (str, dict, StoreWeight)) else value
+
+
+PartsFrom = BeforeValidator(_parts)
+"""Annotation of a tuple field that a text with commas may be given for."""
 
 
 def _clip(value: Any) -> Any:
@@ -118,6 +132,7 @@ class TrainConfig(Frozen):
         tuple[Annotated[StoreWeight, BeforeValidator(_store)], ...],
         Field(min_length=1, description="Stores that are trained on, of one compatibility digest."),
         FromList,
+        BeforeValidator(_one_or_more),
     ]
     held_out: Annotated[
         HeldOut,
@@ -127,7 +142,7 @@ class TrainConfig(Frozen):
         ),
     ] = HeldOut()
     aux: Annotated[
-        Annotated[tuple[CaptureKey, ...], Field(min_length=1), FromList] | None,
+        Annotated[tuple[CaptureKey, ...], Field(min_length=1), FromList, PartsFrom] | None,
         Field(description="Captures that fc concatenates, in order (d2,d15,d27); without: the contract's layout."),
     ] = None
     last: Annotated[
@@ -141,6 +156,7 @@ class TrainConfig(Frozen):
         tuple[Text, ...],
         Field(min_length=1, description="Engines that will serve the draft: sglang@0.5.23,vllm@0.32.0 or custom:FILE."),
         FromList,
+        PartsFrom,
     ]
     engine_profile: Annotated[
         Text | None, Field(description="Profile that `hsformat engines probe` wrote, for a version it proved.")
@@ -161,7 +177,7 @@ class TrainConfig(Frozen):
     draft_kv_heads: Annotated[Count | None, Field(description="Key and value heads; without: the target's.")] = None
     draft_head_dim: Annotated[Count | None, Field(description="Width of a head; without: the target's.")] = None
     draft_rope: Annotated[
-        dict[str, Any] | None,
+        dict[str, JsonValue] | None,
         Field(description="Rotary embedding, as Transformers' rope_parameters; without: the target's."),
     ] = None
     draft_max_positions: Annotated[
@@ -240,6 +256,7 @@ class TrainConfig(Frozen):
         tuple[TrackerName, ...],
         Field(description="tensorboard, wandb, mlflow, trackio: through accelerate; each must be installed."),
         FromList,
+        PartsFrom,
     ] = ()
     project: Annotated[Text, Field(description="Name of the project in trackers.")] = "hsformat"
 
@@ -255,6 +272,13 @@ class TrainConfig(Frozen):
         if len({_place(s.path) for s in stores}) != len(stores):
             raise ValueError("each store once: give it a weight instead")
         return stores
+
+    @field_validator("aux")
+    @classmethod
+    def _captures_once(cls, aux: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if aux is not None and len(set(aux)) != len(aux):
+            raise ValueError("each capture once")
+        return aux
 
     @field_validator("serve")
     @classmethod

@@ -20,6 +20,9 @@ from hsformat_trainer.config import HeldOut, StoreWeight, TrainConfig
 
 __all__ = ["ConfigError", "load_config", "read_yaml", "to_yaml"]
 
+_STORES = "STORE... and --weights"
+"""Where flags say what is trained on."""
+
 Places = Mapping[tuple[str | int, ...], str]
 
 
@@ -47,6 +50,7 @@ def load_config(file: str | None, flags: Mapping[str, Any]) -> TrainConfig:
     values, places, twice = ({}, {}, []) if file is None else _read(file)
     given = {name: value for name, value in flags.items() if value is not None}
     places = {**places, **{(name,): f"--{name.replace('_', '-')}" for name in given}}
+    places |= {("stores",): _STORES} if "stores" in given else {}
     try:
         config = TrainConfig.model_validate({**values, **given})
     except ValidationError as e:
@@ -175,7 +179,7 @@ def _problems(error: ValidationError, places: Places, file: str | None) -> list[
         loc = tuple(p for p in err["loc"] if not (isinstance(p, str) and "[" in p))  # without names of validators
         name = ".".join(map(str, loc)) or "options"
         where = _place(loc, places)
-        if not where.startswith("--"):
+        if where != _STORES and not where.startswith("--"):
             place = where or file or "options"
             where = f"{place}: {name}" if loc else place
         if err["type"] == "missing":
@@ -190,6 +194,7 @@ def _problems(error: ValidationError, places: Places, file: str | None) -> list[
             out.append(problem("HS603", where=where, got="an unknown option", expected=expected, fix=fix))
         else:
             said = str(err["ctx"]["error"]) if err["type"] == "value_error" else err["msg"]
+            said = "a list: [a, b]" if err["type"] == "tuple_type" else said
             got = "options that contradict each other" if not loc else repr(err["input"])[:200]
             out.append(problem("HS603", where=where, got=got, expected=said, fix="correct the value"))
     return out

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from hsformat.problems import HsError, problem
 from hsformat.torch import RecordDataset, RecordLoader
 from hsformat_trainer.admitted import Admitted, Source
 from hsformat_trainer.config import TrainConfig
@@ -21,10 +22,19 @@ def train_loader(config: TrainConfig, admitted: Admitted, *, rank: int = 0, worl
     """Return the loader of the training records: packed, at most ``config.batch_tokens`` tokens a batch.
 
     The order follows from the seed and the epoch; the state may be loaded by a loader with other workers.
+
+    Raises
+    ------
+    HsError
+        HS102: an epoch has fewer records than there are processes.
     """
+    sources = [s for s in admitted.sources if len(s.train)]
+    if (count := sum(s.per_epoch for s in sources)) < world_size:
+        expected, fix = f"a record for each of {world_size} processes", "give more records, or start fewer processes"
+        raise HsError(problem("HS102", where="stores", got=f"{count} an epoch", expected=expected, fix=fix))
     return MixedLoader(
         admitted.contract,
-        [s for s in admitted.sources if len(s.train)],
+        sources,
         captures=admitted.layout.keys,
         seed=config.seed,
         max_tokens=config.batch_tokens,

@@ -175,7 +175,7 @@ class Draft(nn.Module):
     ValueError
         The spec and the target or the vocabulary contradict each other.
     ForeignFileError
-        HS411: a weight of ``init`` is missing, has another shape, or is none of the draft's.
+        HS411: a weight of ``init`` is missing, has another shape, or is none of the draft's. HS201: it is not finite.
     """
 
     def __init__(

@@ -26,10 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hsformat.layout import Layout
+from hsformat.problems import InvalidRecord, Problem
 from hsformat.record import Generation
 from hsformat.torch import Packed
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.draft import Draft
+from hsformat_trainer.finite import is_finite, states_not_finite
 from hsformat_trainer.objective import predictions
 from hsformat_trainer.target_head import TargetHead
 
@@ -167,6 +169,9 @@ def evaluate_records(
     ------
     ValueError
         The layout has no ``last``, or the temperature is negative.
+    InvalidRecord
+        HS201: states of records are NaN or infinite, with the records of all batches. Whatever the draft said there
+        would count as a miss.
     """
     if layout.last is None:
         raise ValueError("the layout names no last capture, so that the target's distribution is not known")
@@ -175,13 +180,20 @@ def evaluate_records(
     device = target.embed_weight.device
     was_training = draft.training
     draft.eval()
-    scores = []
+    scores: list[RecordScore] = []
+    broken: list[Problem] = []
     try:
         for packed in batches:
             batch = TrainBatch.from_packed(packed, aux=layout.aux, last=layout.last, steps=steps, rule="serving")
-            scores += _scores(draft, target, packed, batch.to(device), generations, temperature)
+            batch = batch.to(device)
+            if all(map(is_finite, (*batch.aux, batch.last))):
+                scores += _scores(draft, target, packed, batch, generations, temperature)
+            else:
+                broken += states_not_finite(packed)
     finally:
         draft.train(was_training)
+    if broken:
+        raise InvalidRecord(broken)
     return scores
 
 

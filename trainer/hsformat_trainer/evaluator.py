@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hsformat.problems import InvalidRecord, Problem, problem
 from hsformat.record import Generation
 from hsformat.torch import RecordDataset
 from hsformat_trainer.admitted import Admitted
@@ -19,6 +20,9 @@ from hsformat_trainer.processes import Processes
 from hsformat_trainer.stop import Stop
 
 __all__ = ["Evaluator"]
+
+_SHOWN = 20
+"""Most captures of held-out records that are named one by one."""
 
 
 class Evaluator:
@@ -44,6 +48,11 @@ class Evaluator:
         ----------
         most
             Of so many held-out records; None: of all.
+
+        Raises
+        ------
+        InvalidRecord
+            HS201: states of held-out records are NaN or infinite, in every process with the records of all.
         """
         began = time.monotonic()
         processes, config = self._processes, self._config
@@ -53,21 +62,40 @@ class Evaluator:
         batches = iter(loader)
         if len(loader.dataset) < processes.count and not processes.first:
             batches = iter(())  # too few to be shared: the loader gives all of them to each process
+        scores: list[RecordScore] = []
+        broken: list[Problem] = []
         with torch.no_grad(), processes.autocast(), processes.gathered(parts.model):
-            scores = evaluate_records(
-                parts.draft,
-                parts.target,
-                takewhile(lambda _: not self._stop.asked(), batches),
-                layout=self._admitted.layout,
-                steps=config.steps,
-                generations=self._generations_of(loader.dataset),
-            )
+            try:
+                scores = evaluate_records(
+                    parts.draft,
+                    parts.target,
+                    takewhile(lambda _: not self._stop.asked(), batches),
+                    layout=self._admitted.layout,
+                    steps=config.steps,
+                    generations=self._generations_of(loader.dataset),
+                )
+            except InvalidRecord as e:
+                broken = e.problems
+        if broken := processes.join(broken):  # so that no process waits for one that has ended
+            raise InvalidRecord(self._placed(broken))
         scores = processes.join(scores)
         if processes.most(int(self._stop.asked())):
             return None
         found = summarize(scores, steps=config.steps).to_json()
         compared = {"compared_length": acceptance_length(self._compared(scores))}
         return found | compared | {"seconds": time.monotonic() - began}
+
+    def _placed(self, problems: list[Problem]) -> list[Problem]:
+        """Return the first problems of records, each with the source that its record is held out of, and a count."""
+        out = []
+        for p in problems[:_SHOWN]:
+            of = [s.name for s in self._admitted.sources if any(s.source.ids[int(r)] == p.record for r in s.held_out)]
+            out.append(p.at(f"held out of {' or '.join(of)}"))
+        if more := len(problems) - len(out):
+            fix = "hsformat validate names every such record"
+            got = f"NaN or infinity in {more:,} more captures of held-out records"
+            out.append(problem("HS201", where="held-out records", got=got, expected="finite numbers", fix=fix))
+        return out
 
     def _compared(self, scores: list[RecordScore]) -> list[RecordScore]:
         """Return the scores of the records that every evaluation of the run has, by which checkpoints are compared."""

@@ -32,7 +32,8 @@ from hsformat.engines.vocabulary import check_map, vocabulary_digest
 from hsformat.layout import Layout, ServingLayout
 from hsformat.problems import ContractMismatch, ForeignFileError, NothingToOpen, Problem, Severity, StoreError, problem
 from hsformat.validate.target import describe_target
-from hsformat_trainer.checkpoint import MODEL, STATE, checkpoints, read_state, read_tensors
+from hsformat_trainer.checkpoint import MODEL, STATE, checkpoints, instead_of, read_state, read_tensors
+from hsformat_trainer.checkpoint_state import ExportedState, model_problems, parse_state
 from hsformat_trainer.draft_files import draft_config, exported_name, plain_config, trained_layout, weight_shapes
 from hsformat_trainer.draft_plan import served_by
 from hsformat_trainer.draft_spec import DraftSpec
@@ -50,6 +51,8 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 NOTE = "hsformat.json"
 _TRAINING_LAYER = "layers.0"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MAP = {"d2t": (torch.int64,), "t2d": (torch.bool,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,25 +114,26 @@ def read_trained(checkpoint: str | Path) -> Trained:
         expected, found = "a folder OUT/checkpoints/step-N", [str(p) for p in checkpoints(folder)]
         fix = f"name a checkpoint of this run: {', '.join(found)}" if found else "name a folder OUT/checkpoints/step-N"
         raise NothingToOpen(problem("HS602", where=str(folder), got=f"no {STATE}", expected=expected, fix=fix))
-    state = read_state(folder)
+    state, file, fix = read_state(folder), str(folder / STATE), instead_of(folder)
+    parsed, damage = parse_state(ExportedState, state, where=file, fix=fix)
+    if parsed is None:
+        raise ForeignFileError(damage)
     try:
-        admitted = state["admitted"]
-        return Trained(
-            step=state["step"],
-            spec=DraftSpec.model_validate_json(json.dumps(state["spec"])),
-            layout=Layout.model_validate_json(json.dumps(admitted["layout"])),
-            target=TargetModel.model_validate_json(
-                json.dumps({"name": "target", "revision": None, **admitted["target"]})
-            ),
-            target_folder=state["config"]["target"],
-            serve=tuple(state["config"]["serve"]),
-            steps=state["config"]["steps"],
-            admitted=admitted,
+        target = TargetModel.model_validate_json(
+            json.dumps({"name": "target", "revision": None, **parsed.admitted.target})
         )
-    except (KeyError, TypeError, ValidationError) as e:
-        fix = "use the version of hsformat that wrote it"
-        what = "a checkpoint of hsformat train"
-        raise ForeignFileError(problem("HS603", where=f"{folder}/state.json", got=e, expected=what, fix=fix)) from e
+    except ValidationError as e:
+        raise ForeignFileError(model_problems(e, where=file, fix=fix, inside=("admitted", "target"))) from e
+    return Trained(
+        step=parsed.step,
+        spec=parsed.spec,
+        layout=parsed.admitted.layout,
+        target=target,
+        target_folder=parsed.config.target,
+        serve=tuple(parsed.config.serve),
+        steps=parsed.config.steps,
+        admitted=state["admitted"],
+    )
 
 
 def export_draft(
@@ -248,7 +252,7 @@ def _check_target(trained: TargetModel, folder: Path) -> list[Problem]:
 def _check_tensors(
     spec: DraftSpec, tensors: Mapping[str, torch.Tensor], stored: torch.dtype, where: str
 ) -> list[Problem]:
-    """Return HS411 for a weight that is missing, unknown or of another shape, HS201 for one that is not finite.
+    """Return HS411 for a weight that is missing, unknown or of another shape or type, HS201 for one that is not finite.
 
     Also where it is finite in the checkpoint and beyond what the dtype of the export holds.
     """
@@ -267,6 +271,10 @@ def _check_tensors(
         elif tuple(tensors[name].shape) != expected[name]:
             shape = list(tensors[name].shape)
             out.append(problem("HS411", where=place, got=shape, expected=list(expected[name])))
+        elif tensors[name].dtype not in _MAP.get(name, _FLOATS):
+            got, kinds = str(tensors[name].dtype).removeprefix("torch."), _MAP.get(name, _FLOATS)
+            want = " or ".join(str(kind).removeprefix("torch.") for kind in kinds)
+            out.append(problem("HS411", where=place, got=got, expected=want, fix="export an earlier checkpoint"))
         elif not bool(torch.isfinite(tensors[name]).all()):
             fix = "export an earlier checkpoint"
             out.append(problem("HS201", where=place, got="NaN or infinity", expected="finite weights", fix=fix))
@@ -303,7 +311,10 @@ def _config(
     if style == "plain":
         return config
     return speculators_config(
-        config, target=str(target), architecture=trained.target.architecture, speculative_tokens=trained.steps
+        config,
+        target=str(target.absolute()),
+        architecture=trained.target.architecture,
+        speculative_tokens=trained.steps,
     )
 
 

@@ -209,8 +209,7 @@ def _drift(one: _Opened, first: _Opened) -> list[Problem]:
     fix = "these stores are not of one meaning: train on one of them, or extract the other again"
     return [
         problem(
-            "HS507", where=f"{one.name}: {path}", got=str(got)[:200],
-            expected=f"{str(expected)[:200]}, as in {first.name}", fix=fix,
+            "HS507", where=f"{one.name}: {path}", got=got, expected=f"{expected}, as in {first.name}", fix=fix
         )
         for path, got, expected in differing_fields(theirs, ours)
     ]  # fmt: skip

@@ -84,8 +84,9 @@ def split(
         Longer records are left out and counted.
     problems
         HS107 (error) is added for a held-out record that is trained on as well, HS107 (warning) for an id that two
-        training sources have, HS602 for an id that no source has, HS102 where nothing is left to train on
-        and (warning) where a share holds nothing out.
+        training sources have, HS602 for an id that no source has, HS102 where nothing is left to train on, and where
+        nothing is held out: an error of a file or a store that was named for it, a warning of a share. HS102
+        also where weights are so small that no epoch has a record: of all stores an error, of one a warning.
     """
     named = read_ids(held_out.ids) if held_out.ids is not None else []
     chosen = frozenset(named)
@@ -117,18 +118,20 @@ def split(
             where = f"held-out records: {name}"
             record = both[0] if len(both) == 1 else None
             problems.append(problem("HS107", where=where, got=got, expected=expected, fix=fix, record=record))
-    elif held_out.share and not sum(len(s.held_out) for s in out):
-        got = f"none of {sum(len(s.source) for s in out)} records, by a share of {held_out.share:g}"
-        fix = "raise the share, give another --seed, or name records with ids:FILE or store:PATH"
-        expected = "records to evaluate on: without any the run has no evaluation and no best checkpoint"
-        where, severity = "held-out records", Severity.WARNING
-        problems.append(problem("HS102", where=where, got=got, expected=expected, fix=fix, severity=severity))
+    if held_out.share != 0 and not sum(len(s.held_out) for s in out):
+        problems.append(_nothing_held_out(held_out, out, named, apart, most_tokens))
     if not sum(len(s.train) for s in out):
         got = f"{sum(len(s.source) for s in out)} records, {sum(len(s.held_out) for s in out)} of them held out, " + (
             f"{sum(s.too_long for s in out)} longer than {most_tokens} tokens"
         )
         fix = "give more records, hold out fewer, or raise --batch-tokens"
         problems.append(problem("HS102", where="stores", got=got, expected="records to train on", fix=fix))
+    elif not sum(s.per_epoch for s in out):
+        got = f"weights {', '.join(f'{s.weight:g}' for s in out if len(s.train))}: no record in any epoch"
+        expected, fix = "at least one record an epoch", "raise --weights"
+        problems.append(problem("HS102", where="stores", got=got, expected=expected, fix=fix))
+    else:
+        problems += [_never_trained(s) for s in out if len(s.train) and not s.per_epoch and s.weight]
     return tuple(out)
 
 
@@ -140,6 +143,38 @@ def _divide(name: str, source: RecordSource, weight: float, held: npt.NDArray[np
         name=name, source=source, weight=weight, train=train, held_out=evaluated, train_tokens=tokens[train],
         held_out_tokens=tokens[evaluated], too_long=int((~fits).sum()),
     )  # fmt: skip
+
+
+def _nothing_held_out(
+    held_out: HeldOut,
+    sources: Sequence[Source],
+    named: Sequence[str],
+    apart: tuple[str, RecordSource] | None,
+    most_tokens: int,
+) -> Problem:
+    expected = "records to evaluate on: without any the run has no evaluation and no best checkpoint"
+    where, severity = "held-out records", Severity.ERROR
+    fix = "name others, or say --held-out none if nothing is to be evaluated"
+    if held_out.share is not None:
+        got = f"none of {sum(len(s.source) for s in sources)} records, by a share of {held_out.share:g}"
+        fix = "raise the share, give another --seed, or name records with ids:FILE or store:PATH"
+        severity = Severity.WARNING
+    elif held_out.ids is not None:
+        where += f": {held_out.ids}"
+        got = f"{len(named)} ids, of which none is of a record of at most {most_tokens} tokens" if named else "no id"
+    else:
+        where += f": {held_out.store}"
+        count = 0 if apart is None else len(apart[1])
+        got = f"{count} records, of which none has at most {most_tokens} tokens" if count else "no record"
+    if severity is Severity.ERROR and (named or (apart is not None and len(apart[1]))):
+        fix = f"raise --batch-tokens, or {fix}"
+    return problem("HS102", where=where, got=got, expected=expected, fix=fix, severity=severity)
+
+
+def _never_trained(s: Source) -> Problem:
+    got = f"weight {s.weight:g} of {len(s.train)} records: none in any epoch"
+    fix, severity = "raise its weight, or leave the store out", Severity.WARNING
+    return problem("HS102", where=s.name, got=got, expected="a record an epoch", fix=fix, severity=severity)
 
 
 def _same_ids(a: str, b: str, n: int) -> Problem:

@@ -14,10 +14,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from hsformat.models import Frozen
 from hsformat.problems import ForeignFileError, Severity, StoreError, problem
 from hsformat.strict_json import parse_json
+from hsformat_trainer.checkpoint_state import model_problems
 
 __all__ = ["Journal", "StepLine", "read_journal", "writing"]
 
@@ -164,7 +168,7 @@ def read_journal(out: str | Path) -> list[dict[str, Any]]:
     Raises
     ------
     ForeignFileError
-        HS602: another line is none that a run writes.
+        HS602: another line is none that a run writes, or lacks a number that is read of it.
     """
     path = Path(out) / NAME
     if not path.exists():
@@ -173,15 +177,46 @@ def read_journal(out: str | Path) -> list[dict[str, Any]]:
     return [_line(line, f"{path}: line {n}") for n, line in enumerate(lines, 1) if line.endswith(b"\n")]
 
 
+class _Step(Frozen):
+    """What is read of a step: by the table, the curves and a run that goes on."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    kind: Literal["step"]
+    step: int
+    loss: float
+    accuracy: list[float | None]
+    lr: dict[str, float]
+    grad_norm: float
+
+
+class _Evaluation(Frozen):
+    """What is read of an evaluation."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    kind: Literal["evaluation"]
+    step: int
+    records: int
+    accuracy: list[float]
+    acceptance_length: float
+    acceptance_by_position: list[float]
+    interval: tuple[float, float] | None
+    compared_length: float
+    estimate: bool
+
+
+_LINE: TypeAdapter[_Step | _Evaluation] = TypeAdapter(Annotated[_Step | _Evaluation, Field(discriminator="kind")])
+
+
 def _line(text: bytes, where: str) -> dict[str, Any]:
-    try:
-        found = parse_json(text.decode("utf-8"))
-    except (ValueError, RecursionError) as e:
-        found, got = None, str(e)
-    else:
-        got = f"{type(found).__name__} {found!r}"[:100]
-    if isinstance(found, dict) and type(found.get("step")) is int and found.get("kind") in ("step", "evaluation"):
-        return found
     fix = "remove this line, or give another --out; checkpoints are whole without it"
-    expected = "an object with kind (step, evaluation) and step, as a run writes it"
-    raise ForeignFileError(problem("HS602", where=where, got=got, expected=expected, fix=fix))
+    expected = "an object with kind (step, evaluation) and its numbers, as a run writes it"
+    try:
+        found: dict[str, Any] = parse_json(text.decode("utf-8"))
+        _LINE.validate_json(text)
+    except ValidationError as e:
+        raise ForeignFileError(model_problems(e, where=where, fix=fix)) from e
+    except (ValueError, RecursionError) as e:
+        raise ForeignFileError(problem("HS602", where=where, got=e, expected=expected, fix=fix)) from e
+    return found

@@ -130,8 +130,7 @@ def rows_of_epoch(source: Source, *, number: int, seed: int, epoch: int) -> tupl
         Of the source, so that two sources of one length are not cut alike.
     """
     whole = floor(source.weight)
-    n = len(source.train)
-    part = round((source.weight - whole) * n)
+    n, part = len(source.train), source.part
     picked = np.tile(np.arange(n, dtype=np.int64), whole)
     if part:
         order = record_order(n, seed=seed, epoch=number)  # one order for all epochs, of which each takes the next part

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["load_random_states", "random_states", "seed_all"]
+__all__ = ["load_random_numbers", "load_random_tensors", "random_states", "seed_all"]
 
 
 def seed_all(seed: int) -> None:
@@ -33,12 +34,43 @@ def random_states() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return numbers, tensors
 
 
-def load_random_states(numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Go on from states of :func:`random_states`; of a device that is not there they are left out."""
+def load_random_numbers(numbers: Mapping[str, Any]) -> None:
+    """Go on from the JSON-able states of :func:`random_states`.
+
+    Raises
+    ------
+    ValueError
+        One is no state of its generator, which is named.
+    """
     version, internal, gauss = numbers["python"]
-    random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = numbers["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    torch.set_rng_state(tensors["cpu"])
+    with _named("python"):
+        random.setstate((version, tuple(internal), gauss))
+    with _named("numpy"):
+        np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+
+
+def load_random_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Go on from torch's states of :func:`random_states`; of a device that is not there they are left out.
+
+    Raises
+    ------
+    ValueError
+        That of the CPU is missing, or one is no state of its generator, which is named.
+    """
+    if "cpu" not in tensors:
+        raise ValueError("cpu: nothing")
+    with _named("cpu"):
+        torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+        with _named("cuda"):
+            torch.cuda.set_rng_state(tensors["cuda"])
+
+
+@contextmanager
+def _named(generator: str) -> Iterator[None]:
+    """Say of which generator a state is not: each of them has errors of its own for it."""
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError, LookupError, RuntimeError) as e:
+        raise ValueError(f"{generator}: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hsformat.problems import ContractMismatch, Problem, Severity, problem
+from hsformat.problems import ContractMismatch, ForeignFileError, Problem, Severity, problem
 from hsformat_trainer.admitted import differences
+from hsformat_trainer.checkpoint import STATE, instead_of
+from hsformat_trainer.checkpoint_state import ResumedState, parse_state
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.mixture import MixedLoader
 
@@ -23,6 +25,9 @@ _FIXED = ("steps", "decay", "loss", "mask_rule", "accumulation", "optimizer", "p
 
 _FREE = ("epochs", "max_steps", "lr", "muon_lr", "weight_decay", "beta1", "beta2", "schedule", "warmup", "clip")
 """Options that may change, and change what the uninterrupted run would have been."""
+
+_AS_BEGUN = "resume with the options that the run was begun with, or begin another in another --out"
+_NOTHING = "nothing: this option may change when a run goes on"
 
 
 def check_resume(
@@ -39,7 +44,13 @@ def check_resume(
     ------
     ContractMismatch
         One problem a difference: what was admitted; HS507 for options that must not change, and for other batches.
+    ForeignFileError
+        HS602: a part of the state is damaged, or two of them contradict each other.
     """
+    file, instead = str(folder / STATE), instead_of(folder)
+    parsed, damage = parse_state(ResumedState, state, where=file, fix=instead)
+    if parsed is None:
+        raise ForeignFileError(damage)
     found = differences(record, state["admitted"])
     before, now = state["config"], config.model_dump(mode="json")
     for names, severity in ((_FIXED, Severity.ERROR), (_FREE, Severity.NOTE)):
@@ -49,7 +60,7 @@ def check_resume(
                 where=f"{folder}: {name}",
                 got=now[name],
                 expected=f"{before.get(name)}, as the run had",
-                fix="resume with the options that the run was begun with, or begin another in another --out",
+                fix=_AS_BEGUN if severity is Severity.ERROR else _NOTHING,
                 severity=severity,
             )
             for name in names
@@ -61,6 +72,11 @@ def check_resume(
         expected = "the batches that the run was begun with"
         fix = "resume with the same records, batch_tokens, seed and number of processes, or begin another run"
         found.append(problem("HS507", where=f"{folder}: loader", got=e, expected=expected, fix=fix))
+    else:
+        if parsed.loader.batches > (most := len(loader)):
+            expected = f"at most {most}, the batches of the epoch"
+            got = parsed.loader.batches
+            found.append(problem("HS602", where=f"{file}: loader.batches", got=got, expected=expected, fix=instead))
     errors = [p for p in found if p.severity is Severity.ERROR]
     if errors:
         raise ContractMismatch(errors)

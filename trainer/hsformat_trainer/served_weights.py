@@ -12,10 +12,13 @@ from hsformat.problems import ForeignFileError, Problem, problem
 from hsformat.target.checkpoint import TensorInfo, read_checkpoint
 from hsformat_trainer.draft_files import weight_shapes
 from hsformat_trainer.draft_spec import DraftSpec
+from hsformat_trainer.finite import weights_not_finite
 
 __all__ = ["load_served"]
 
 _LAYER = "layers.0"
+_FLOATS = ("BF16", "F16", "F32", "F64")
+"""As safetensors names them."""
 _SHARED = ("lm_head.weight", "embed_tokens.weight")
 """Which engines take from the target where a folder has none."""
 
@@ -28,8 +31,8 @@ def load_served(folder: str | Path, spec: DraftSpec) -> dict[str, torch.Tensor]:
     Raises
     ------
     ForeignFileError
-        HS411: a weight is missing, has another shape, or is none of such a draft. HS601, HS602: the folder cannot be
-        read.
+        HS411: a weight is missing, has another shape or no floating type, or is none of such a draft. HS201: it holds
+        NaN, or what is infinite in float32. HS601, HS602: the folder cannot be read.
     """
     infos = {
         _training_name(name): info for name, info in read_checkpoint(Path(folder), every_file=True).tensors.items()
@@ -38,7 +41,15 @@ def load_served(folder: str | Path, spec: DraftSpec) -> dict[str, torch.Tensor]:
     expected.pop("d2t", None)
     if problems := list(_problems(infos, expected, spec, str(folder))):
         raise ForeignFileError(problems)
-    return {name: _read(infos[name]) for name in expected if name in infos}
+    weights = {name: _read(infos[name]) for name in expected if name in infos}
+    fix = "begin with a draft whose weights are finite, or with a new one"
+    if problems := [
+        found
+        for name, tensor in weights.items()
+        for found in weights_not_finite([(infos[name].name, tensor)], where=str(infos[name].file), fix=fix)
+    ]:
+        raise ForeignFileError(problems)
+    return weights
 
 
 def _training_name(name: str) -> str:
@@ -58,6 +69,9 @@ def _problems(
         elif name in expected:
             if infos[name].shape != expected[name]:
                 yield problem("HS411", where=place, got=list(infos[name].shape), expected=list(expected[name]))
+            elif infos[name].dtype not in _FLOATS:
+                fix = "begin with a draft that is not quantised, or with a new one"
+                yield problem("HS411", where=place, got=infos[name].dtype, expected=" or ".join(_FLOATS), fix=fix)
         elif not (name in _SHARED or name in unused or "d2t" in name or "t2d" in name or "rotary_emb" in name):
             got, fix = f"a weight {list(infos[name].shape)}", "begin a new draft, or one of this shape"
             yield problem("HS411", where=place, got=got, expected="no such weight", fix=fix)

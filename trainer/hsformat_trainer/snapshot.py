@@ -5,7 +5,8 @@ Names are the parameters' own, so that nothing depends on the order in which an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from torch import nn
 
 from hsformat.problems import ForeignFileError, Problem, problem
-from hsformat_trainer.checkpoint import MODEL, OPTIMIZER, RNG, read_tensors
+from hsformat_trainer.checkpoint import MODEL, OPTIMIZER, RNG, STATE, instead_of, read_tensors
+from hsformat_trainer.finite import weights_not_finite
 from hsformat_trainer.processes import Processes
-from hsformat_trainer.randomness import load_random_states, random_states
+from hsformat_trainer.randomness import load_random_numbers, load_random_tensors, random_states
 from hsformat_trainer.sharding import placed, whole
 
 __all__ = ["restore", "take"]
@@ -52,11 +54,13 @@ def restore(
     Raises
     ------
     ForeignFileError
-        HS602: a file is damaged, or holds other parameters than the run has. HS408: another draft vocabulary.
+        HS602: a file is damaged, or holds other parameters than the run has. HS408: another draft vocabulary. HS201: a
+        weight, or what an optimizer holds of one, is not finite.
     """
     weights, moments, random = (read_tensors(folder, name) for name in (MODEL, OPTIMIZER, RNG))
+    instead = instead_of(folder)
     parameters = dict(draft.named_parameters())
-    found = _unlike(folder / MODEL, {n: t.shape for n, t in draft.state_dict().items()}, weights)
+    found = list(_unlike(folder / MODEL, draft.state_dict(), weights, instead))
     found += [
         problem(
             "HS408",
@@ -68,10 +72,18 @@ def restore(
         for name, buffer in draft.named_buffers()
         if not found and name in weights and not torch.equal(buffer.cpu(), weights[name])
     ]
-    trained = {f"{o}/{n}" for o, opt in optimizers.items() for n in _names(opt, parameters)}
-    if stray := sorted({key.rpartition("/")[0] for key in moments} - trained):
-        expected, fix = "parameters that this run trains", "resume with the optimizer that it was begun with"
-        found.append(problem("HS602", where=str(folder / OPTIMIZER), got=stray[:3], expected=expected, fix=fix))
+    for optimizer, o in optimizers.items():
+        own = {key.removeprefix(f"{optimizer}/"): v for key, v in moments.items() if key.startswith(f"{optimizer}/")}
+        found += _moment_problems(f"{folder / OPTIMIZER}: {optimizer}", own, _parameters(o, parameters), instead)
+    if stray := sorted(key for key in moments if key.partition("/")[0] not in optimizers):
+        expected = f"optimizers of this run: {', '.join(optimizers)}"
+        found.append(problem("HS602", where=str(folder / OPTIMIZER), got=stray[:3], expected=expected, fix=instead))
+    for name, tensors in ((MODEL, weights), (OPTIMIZER, moments)):
+        found += weights_not_finite(tensors.items(), where=str(folder / name), fix=instead)
+    states, rank = state["random"], processes.rank
+    if len(states) != processes.count:
+        where, expected = f"{folder / STATE}: random", f"states of {processes.count} process(es)"
+        found.append(problem("HS602", where=where, got=len(states), expected=expected, fix=instead))
     if found:
         raise ForeignFileError(found)
     with torch.no_grad():
@@ -83,28 +95,62 @@ def restore(
         by_parameter.setdefault(owner, {})[what] = value
     for optimizer, o in optimizers.items():
         o.state.clear()
-        for name in _names(o, parameters):
+        for name, p in _parameters(o, parameters).items():
             if values := by_parameter.get(f"{optimizer}/{name}"):
-                o.state[parameters[name]] = {w: placed(v, parameters[name]) for w, v in values.items()}
-    own = {key.partition("/")[2]: t for key, t in random.items() if key.startswith(f"{processes.rank}/")}
-    load_random_states(state["random"][processes.rank], own)
+                o.state[p] = {w: placed(v, p) for w, v in values.items()}
+    with _told(f"{folder / STATE}: random[{rank}]", instead):
+        load_random_numbers(states[rank])
+    with _told(f"{folder / RNG}: {rank}", instead):
+        load_random_tensors({k.partition("/")[2]: t for k, t in random.items() if k.startswith(f"{rank}/")})
 
 
-def _names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+@contextmanager
+def _told(where: str, fix: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as e:
+        expected = "a state of this generator, as hsformat train writes it"
+        raise ForeignFileError(problem("HS602", where=where, got=e, expected=expected, fix=fix)) from e
+
+
+def _parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return those of an optimizer, by name."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [name for name, p in parameters.items() if id(p) in held]
+    return {name: p for name, p in parameters.items() if id(p) in held}
 
 
-def _unlike(path: Path, wanted: Mapping[str, torch.Size], got: Mapping[str, torch.Tensor]) -> list[Problem]:
-    shapes = {name: tuple(t.shape) for name, t in got.items()}
-    differ = sorted(n for n in wanted.keys() | shapes.keys() if tuple(wanted.get(n, ())) != shapes.get(n))
-    return [
-        problem(
-            "HS602",
-            where=f"{path}: {name}",
-            got=shapes.get(name, "nothing"),
-            expected=tuple(wanted[name]) if name in wanted else "no such weight",
-            fix="resume with the draft that it was begun with",
-        )
-        for name in differ
-    ]
+def _moment_problems(
+    where: str, moments: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter], fix: str
+) -> Iterator[Problem]:
+    """Yield HS602 for what an optimizer cannot have held: ``moments`` by ``<parameter>/<what>``.
+
+    It holds the same of each of its parameters, each a scalar or of the parameter's shape; or nothing of any.
+    """
+    whats = sorted({key.rpartition("/")[2] for key in moments})
+    for key in sorted({*moments, *(f"{name}/{what}" for name in parameters for what in whats)}):
+        name, _, _ = key.rpartition("/")
+        expected: object = "nothing: no parameter that this optimizer trains"
+        if name in parameters:
+            expected = f"floats of {tuple(parameters[name].shape)}, or one number"
+        got = moments.get(key)
+        if got is None or name not in parameters:
+            told: object = "nothing" if got is None else tuple(got.shape)
+        elif got.is_floating_point() and tuple(got.shape) in ((), tuple(parameters[name].shape)):
+            continue
+        else:
+            told = f"{got.dtype} of {tuple(got.shape)}"
+        yield problem("HS602", where=f"{where}/{key}", got=told, expected=expected, fix=fix)
+
+
+def _unlike(
+    path: Path, wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], fix: str
+) -> Iterator[Problem]:
+    """Yield HS602 for each weight that is missing, unknown, or of another shape or type."""
+    for name in sorted({*wanted, *got}):
+        there, here = (_kind(tensors[name]) if name in tensors else "no such weight" for tensors in (wanted, got))
+        if there != here:
+            yield problem("HS602", where=f"{path}: {name}", got=here, expected=there, fix=fix)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"

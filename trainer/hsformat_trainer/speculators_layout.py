@@ -35,7 +35,8 @@ def speculators_config(
     plain
         The config in the plain layout, with vLLM's layer ids at the top level.
     target, architecture
-        Of the target: name or path, and class.
+        Of the target: its name on a hub or the absolute path of its folder, since an engine may run in another; its
+        class.
     speculative_tokens
         Tokens that are drafted a round: the steps of training.
     """

@@ -24,6 +24,7 @@ from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.coverage import Coverage, keeps_coverage
 from hsformat_trainer.draft import Draft
+from hsformat_trainer.finite import states_not_finite
 from hsformat_trainer.objective import ttt_loss
 from hsformat_trainer.processes import Processes
 from hsformat_trainer.target_head import TargetHead
@@ -204,7 +205,9 @@ class Stepper:
         fix = "extract these records again or leave them out"
         if not states:
             got += "; the states of these records are finite"
-            fix = "resume from the last checkpoint with a lower lr or clip, or in fp32"
+            fix = "go on from the last checkpoint with a lower lr or clip (--resume --lr ... --clip ...)"
+            if self._config.precision != "fp32":
+                fix += ", or begin another run with --precision fp32"
         raise InvalidRecord(
             [
                 *states,
@@ -224,20 +227,4 @@ def _means(sums: Sequence[float], rows: Sequence[int]) -> tuple[float | None, ..
 
 
 def _described(packed: Packed) -> tuple[list[str], list[Problem]]:
-    """Return the ids of a batch, and a problem for each record and capture of it that holds NaN or infinity."""
-    problems = []
-    for record in packed.unpack():
-        for key, states in record.hidden.items():
-            bad = ~torch.isfinite(states).all(1)
-            if bool(bad.any()):
-                row = int(bad.nonzero()[0])
-                problems.append(
-                    problem(
-                        "HS201",
-                        where=f"record {record.id!r}: {key}: state {row}",
-                        got="NaN or infinity",
-                        expected="finite numbers",
-                        record=record.id,
-                    )
-                )
-    return list(packed.ids), problems
+    return list(packed.ids), states_not_finite(packed)

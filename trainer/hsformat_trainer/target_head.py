@@ -19,6 +19,7 @@ from hsformat.dtypes import BFLOAT16
 from hsformat.problems import ForeignFileError, problem
 from hsformat.target import load_key_tensor
 from hsformat.target.keytensors import Role
+from hsformat_trainer.finite import weights_not_finite
 from hsformat_trainer.norms import layer_norm, rms_norm
 from hsformat_trainer.precision import product_dtype
 
@@ -109,7 +110,8 @@ class TargetHead(nn.Module):
         ------
         ForeignFileError
             HS411, HS601, HS602, HS603: a tensor is not there or cannot be read; the contract says that the head has a
-            bias and there is none, or the reverse. HS409: another width or fewer rows than the contract says.
+            bias and there is none, or the reverse. HS409: another width or fewer rows than the contract says. HS201:
+            one holds NaN or infinity.
         """
         vocab, hidden = target.vocab_size, target.hidden_size
 
@@ -143,7 +145,7 @@ class TargetHead(nn.Module):
                     fix=_OWN,
                 )
             )  # fmt: skip
-        return cls(
+        own = cls(
             target,
             embed_weight=embed,
             head_weight=head,
@@ -151,6 +153,12 @@ class TargetHead(nn.Module):
             norm_bias=None if norm_bias is None else norm_bias.to(device, torch.float32),
             head_bias=None if head_bias is None else head_bias.to(device, torch.float32),
         )
+        roles = {"embed_weight": "embedding", "_own_head": "lm_head", "norm_weight": "final_norm"}
+        roles |= {"norm_bias": "final_norm_bias", "head_bias": "lm_head_bias"}
+        held = [(roles[name], tensor) for name, tensor in own.named_buffers()]
+        if problems := weights_not_finite(held, where=str(folder), fix=_OWN):
+            raise ForeignFileError(problems)
+        return own
 
     @property
     def head_weight(self) -> torch.Tensor:

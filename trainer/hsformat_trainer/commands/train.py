@@ -7,7 +7,6 @@ there and nowhere else.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,12 +17,10 @@ import typer
 
 from hsformat.cli.output import echo_problems
 from hsformat.problems import ContractMismatch, ExitCode, NothingToOpen, Problem, Severity, exit_code
+from hsformat.strict_json import parse_json
 from hsformat_trainer.config import TrainConfig
 
 __all__ = ["train"]
-
-_LISTS = ("aux", "serve", "trackers")
-"""Fields that a flag gives as text with commas."""
 
 _NUMBERS_OR_WORDS = ("clip",)
 """Fields whose flag takes a number or ``null``."""
@@ -136,9 +133,6 @@ def _flags(options: dict[str, Any]) -> dict[str, Any]:
     from hsformat.problems import problem
 
     flags = dict(options)
-    for name in _LISTS:
-        if flags.get(name) is not None:
-            flags[name] = [part.strip() for part in flags[name].split(",") if part.strip()]
     for name in _NUMBERS_OR_WORDS:
         if flags.get(name) is not None:
             with suppress(ValueError):  # a word stays one, and the config says whether it is known
@@ -158,8 +152,8 @@ def _flags(options: dict[str, Any]) -> dict[str, Any]:
         flags["stores"] = [{"path": path, "weight": w} for path, w in zip(stores, numbers, strict=True)]
     if flags.get("draft_rope") is not None:
         try:
-            flags["draft_rope"] = json.loads(flags["draft_rope"])
-        except json.JSONDecodeError as e:
+            flags["draft_rope"] = parse_json(flags["draft_rope"])
+        except (ValueError, RecursionError) as e:
             fix = """give it as JSON: '{"rope_type": "default", "rope_theta": 10000.0}'"""
             raise NothingToOpen(problem("HS603", where="--draft-rope", got=e, expected="a JSON object", fix=fix)) from e
     return flags
