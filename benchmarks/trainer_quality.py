@@ -7,8 +7,9 @@
 ``split`` (``train`` or ``val``). Their states are extracted once into ``--cache`` (the Transformers extractor;
 captures d2, d15, d27 and d30 before the final norm); the share of answer tokens that are the argmax of the stored
 states is printed, since only for the target's own greedy answers the walk is what a server would do. Then each seed
-is trained: K = 3, decay 1, draft vocabulary of 16,384 ids, frozen head, linear schedule from 1e-3, batches of 512
-packed tokens, four epochs. ``--set`` changes an option of the trainer (``--set epochs=6 --set lr=2e-3``),
+is trained: K = 3, decay 0.8, draft vocabulary of 8,192 ids, frozen head, a norm of each capture (``fc_norm``), linear
+schedule from 1e-3, batches of 176 packed tokens (mostly one record), four epochs: the best of what docs/benchmarks.md
+names. ``--set`` changes an option of the trainer (``--set epochs=6 --set lr=2e-3``),
 ``--records`` takes few records, to try it out; ``--float32`` runs the target in float32, for processors without
 instructions for bfloat16 (there, extraction from ten records took 58 CPU seconds, from twenty in float32 16).
 
@@ -129,8 +130,9 @@ def config_of(store: Path, model: Path, cache: Path, seed: int, changes: dict[st
         {
             "stores": [str(store)], "held_out": f"ids:{cache / 'held_out.txt'}", "target": str(model),
             "serve": ["sglang@0.5.23", "vllm@0.32.0"], "out": str(cache / f"run-{seed}"), "seed": seed,
-            "draft_vocab_size": 16_384, "train_head": False, "steps": 3, "decay": 1.0, "epochs": 4, "batch_tokens": 512,
-            "lr": 1e-3, "schedule": "linear", "device": "cpu", "eval_every": 0, "save_every": 0, **changes,
+            "draft_vocab_size": 8_192, "train_head": False, "steps": 3, "decay": 0.8, "epochs": 4, "batch_tokens": 176,
+            "fc_norm": True, "lr": 1e-3,
+            "schedule": "linear", "device": "cpu", "eval_every": 0, "save_every": 0, **changes,
         }
     )  # fmt: skip
 
