@@ -26,7 +26,7 @@ from hsformat.record import Generation, Provenance
 from hsformat.store.array_json import ArraySpec
 from hsformat.store.arrays import array_specs
 from hsformat.store.backend import Distant, Source
-from hsformat.store.metadata import SEGMENTS, hs_attribute, is_segment_name, read_json, segment_names
+from hsformat.store.metadata import SEGMENTS, group_fault, hs_attribute, is_segment_name, read_json, segment_names
 
 __all__ = [
     "CommitRecord",
@@ -262,6 +262,8 @@ def load_commit(source: Source, name: str) -> tuple[CommitRecord | None, list[Pr
         return damaged(f"cannot be read: {e.strerror or e}", "the commit record", "HS503")
     if isinstance(data, str):
         return damaged(data, "the commit record as JSON")
+    if fault := group_fault(data):
+        return damaged(fault, "the Zarr v3 group of a segment")
     attribute = hs_attribute(data)
     if attribute is None:
         return damaged("no attribute 'hsformat'", "the commit record")

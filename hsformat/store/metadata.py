@@ -23,6 +23,7 @@ __all__ = [
     "MAX_JSON_BYTES",
     "SEGMENTS",
     "ensure_segments",
+    "group_fault",
     "group_json",
     "hs_attribute",
     "is_segment_name",
@@ -78,13 +79,24 @@ def segments_group_problems(source: Source) -> list[Problem]:
         return []
     except OSError as e:
         data = f"cannot be read: {e.strerror or e}"
-    if isinstance(data, dict):
-        unknown = [k for k in data if k not in _GROUP_MEMBERS and not _is_optional(data[k])]
-        if data.get("zarr_format") == 3 and data.get("node_type") == "group" and not unknown:
-            return []
-        data = f"a member {unknown[0]!r} that Zarr readers do not know" if unknown else "no Zarr v3 group"
+    got = data if isinstance(data, str) else group_fault(data)
+    if got is None:
+        return []
     fix = "remove this file: the next writer makes it again"
-    return [problem("HS504", where=f"{source.location}/{key}", got=data, expected="a Zarr v3 group", fix=fix)]
+    return [problem("HS504", where=f"{source.location}/{key}", got=got, expected="a Zarr v3 group", fix=fix)]
+
+
+def group_fault(data: Mapping[str, Any]) -> str | None:
+    """Return why other Zarr readers do not take the JSON of a ``zarr.json`` for a group (rules S-1, S-8, G-1).
+
+    Returns
+    -------
+    None if they do. Zarr v3 refuses members that it does not name, but those whose ``must_understand`` is false.
+    """
+    if data.get("zarr_format") != 3 or data.get("node_type") != "group":
+        return "no Zarr v3 group"
+    unknown = [k for k in data if k not in _GROUP_MEMBERS and not _is_optional(data[k])]
+    return f"a member {unknown[0]!r} that Zarr readers do not know" if unknown else None
 
 
 def _is_optional(value: Any) -> bool:
@@ -157,8 +169,8 @@ def load_contract(backend: Backend) -> tuple[Contract, list[Problem]]:
     where = f"{where}/zarr.json"
     if isinstance(data, str):
         raise _no_store(where, data)
-    if data.get("zarr_format") != 3 or data.get("node_type") != "group":
-        raise _no_store(where, "no Zarr v3 group")
+    if fault := group_fault(data):
+        raise _no_store(where, fault)
     attribute = hs_attribute(data)
     if attribute is None:
         raise _no_store(where, "a Zarr group without the attribute 'hsformat'")
