@@ -11,6 +11,7 @@
 ``codec``      the bytes of one chunk            ``shards``  the file of one array
 ``writer``     the writer: validates, and has a thread of its own for all that changes the store
 ``pending``    rows of the segment being written ``building``  the segment itself  ``encoder``  its threads
+``ended``      what a writer says that cannot go on, or that nobody closed
 ``segment``    reading one segment, compared with its commit record
 ``native``     decoding by ourselves             ``reference``  decoding by zarr-python
 ``verify``     comparing files and offsets with the commit record
