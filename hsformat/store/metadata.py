@@ -17,6 +17,7 @@ from typing import Any
 from hsformat.contract import SPEC_VERSION, Contract, parse_contract
 from hsformat.problems import Problem, Severity, StoreError, problem
 from hsformat.store.backend import Backend, Source
+from hsformat.store.unread import unread
 from hsformat.strict_json import parse_json
 
 __all__ = [
@@ -71,14 +72,14 @@ def ensure_segments(backend: Backend) -> None:
 
 
 def segments_group_problems(source: Source) -> list[Problem]:
-    """Return HS504 where ``segments/zarr.json`` is no Zarr group: other Zarr readers then see no segment."""
+    """Return HS504 where ``segments/zarr.json`` is no Zarr group: other Zarr readers then see no segment. Or HS503."""
     key = f"{SEGMENTS}/zarr.json"
     try:
         data = read_json(source, key)
     except FileNotFoundError:
         return []
     except OSError as e:
-        data = f"cannot be read: {e.strerror or e}"
+        return [unread(e, where=f"{source.location}/{key}", expected="a Zarr v3 group")]
     got = data if isinstance(data, str) else group_fault(data)
     if got is None:
         return []
@@ -165,7 +166,7 @@ def load_contract(backend: Backend) -> tuple[Contract, list[Problem]]:
     except FileNotFoundError as e:
         raise _no_store(where, "a folder without zarr.json") from e
     except OSError as e:
-        raise _no_store(where, f"cannot be read: {e.strerror or e}") from e
+        raise StoreError(unread(e, where=where, expected="an hsformat store", code="HS501")) from e
     where = f"{where}/zarr.json"
     if isinstance(data, str):
         raise _no_store(where, data)
