@@ -3,14 +3,16 @@
 Nothing of the model folder's generation config is used but its end-of-turn ids: with a repetition penalty from it the
 answers would be those of another distribution than the one that the states give.
 
-An answer depends on its own prompt and, in mode ``sampled``, on the seed and the sample's id, not on what happens to be
-generated beside it, so that a resumed run writes what an uninterrupted one would have written. Rounding depends on
-the shapes of a batch: in bfloat16 only 27 of 40 greedy answers of a 135M model were the same in batches of 8 and of 40.
+An answer depends on its own prompt and, in mode ``sampled``, on the seed and the sample's id, not on what happens to
+be generated beside it, so that a resumed run has the answers that an uninterrupted one would have had. (States are
+those of another forward pass, whose batches nothing fills up: their last bits may differ.) Rounding depends on the
+shapes of a batch: in bfloat16 only 27 of 40 greedy answers of a 135M model were the same in batches of 8 and of 40.
 Therefore a prompt is padded to a width that follows from its own length, and a batch is filled up to a number of rows
-that follows from that width; and on a CPU, attention is computed by PyTorch's plain kernel, since the fast one divides
-a row's keys among threads by the row's place in the batch. Then logits were equal bit for bit whatever ran beside them
-(40 steps, 32 rows, bfloat16 and float32, two threads). Limits: a mixture of experts, whose inner shapes depend on all
-rows; a batch that was halved for lack of memory; CUDA, where this was not measured; another machine or version.
+that follows from that width; and on a CPU, attention is computed by PyTorch's plain kernel, since the fast one
+divides a row's keys among threads by the row's place in the batch. Then logits were equal bit for bit whatever ran
+beside them (40 steps, 32 rows, bfloat16 and float32, two threads). Limits: a mixture of experts, whose inner shapes
+depend on all rows; a batch that was halved for lack of memory; CUDA, where this was not measured; another machine or
+version.
 """
 
 from __future__ import annotations

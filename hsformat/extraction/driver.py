@@ -197,11 +197,9 @@ class _Run:
             if first is not None:
                 try:
                     self._extract(extractor, itertools.chain((first,), todo), stop, commit_seconds, tell)
-                except StoreError:
-                    raise  # what could not be written once is not tried again
                 except Exception:  # an engine may die of anything
                     if self.writer is not None:
-                        self.writer.close()  # what is whole is kept, whatever the engine died of
+                        self.writer.close()  # what is whole is kept; one that failed is closed already
                     raise
                 except BaseException:  # the second Ctrl-C
                     if self.writer is not None:

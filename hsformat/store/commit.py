@@ -1,7 +1,6 @@
 """The commit record: the JSON that makes a segment exist and says what it holds.
 
-What is read is validated whole and then kept in columns, since a store of thousands of segments has all of its commit
-records in memory: numbers in arrays, digests as bytes, names of files once for all segments that have the same.
+What is read is validated whole and then kept in ``columns``.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple, overload
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -26,7 +25,9 @@ from hsformat.record import Generation, Provenance
 from hsformat.store.array_json import ArraySpec
 from hsformat.store.arrays import array_specs
 from hsformat.store.backend import Distant, Source
-from hsformat.store.metadata import SEGMENTS, hs_attribute, is_segment_name, read_json, segment_names
+from hsformat.store.columns import Digests, FileEntry, Files
+from hsformat.store.metadata import SEGMENTS, group_fault, hs_attribute, is_segment_name, read_json, segment_names
+from hsformat.store.unread import unread
 
 __all__ = [
     "CommitRecord",
@@ -43,72 +44,6 @@ __all__ = [
 
 _FILE_KEY = re.compile(r"(?!(.*/)?\.{0,2}(/|\Z))[^\0]+\Z", re.DOTALL)
 """No part is empty, ``.`` or ``..``: a commit record never leads out of its segment."""
-
-
-class FileEntry(NamedTuple):
-    """Size in bytes and checksum of one file."""
-
-    size: int
-    checksum: str
-
-
-class Files(Mapping[str, FileEntry]):
-    """The files of a segment, by key relative to it: 24 bytes a file, and its name once for all segments."""
-
-    __slots__ = ("_rows", "_sizes", "_sums")
-
-    def __init__(self, files: Mapping[str, FileEntry]) -> None:
-        self._rows = _numbered(tuple(files))
-        self._sizes = array("q", (f.size for f in files.values()))
-        self._sums = b"".join(bytes.fromhex(f.checksum.partition(":")[2]) for f in files.values())
-
-    def __getitem__(self, key: str) -> FileEntry:
-        row = self._rows[key]
-        return FileEntry(self._sizes[row], f"xxh3-128:{self._sums[16 * row : 16 * row + 16].hex()}")
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(self._sizes)
-
-
-@lru_cache(maxsize=64)
-def _numbered(keys: tuple[str, ...]) -> dict[str, int]:
-    return {key: row for row, key in enumerate(keys)}
-
-
-class Digests(Sequence[str | None]):
-    """Digests or nulls, 33 bytes each."""
-
-    __slots__ = ("_packed",)
-
-    def __init__(self, digests: Iterable[str | None]) -> None:
-        self._packed = b"".join(bytes(33) if d is None else b"\1" + bytes.fromhex(d.partition(":")[2]) for d in digests)
-
-    def __len__(self) -> int:
-        return len(self._packed) // 33
-
-    @overload
-    def __getitem__(self, i: int) -> str | None: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> list[str | None]: ...
-
-    def __getitem__(self, i: int | slice) -> str | list[str | None] | None:
-        if isinstance(i, slice):
-            return [self[j] for j in range(len(self))[i]]
-        row = range(len(self))[i]
-        known, *_ = packed = self._packed[33 * row : 33 * row + 33]
-        return f"sha256:{packed[1:].hex()}" if known else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,8 +185,8 @@ def load_commit(source: Source, name: str) -> tuple[CommitRecord | None, list[Pr
     key = f"{SEGMENTS}/{name}/zarr.json"
     where = f"{source.location}/{key}"
 
-    def damaged(got: str, expected: str, code: str = "HS504") -> tuple[None, list[Problem]]:
-        return None, [problem(code, where=where, got=got, expected=expected)]
+    def damaged(got: str, expected: str) -> tuple[None, list[Problem]]:
+        return None, [problem("HS504", where=where, got=got, expected=expected)]
 
     try:
         data = read_json(source, key)
@@ -259,9 +194,11 @@ def load_commit(source: Source, name: str) -> tuple[CommitRecord | None, list[Pr
         place = f"{source.location}/{SEGMENTS}/{name}"
         return None, [problem("HS506", where=place, got="no commit record", expected="zarr.json")]
     except OSError as e:
-        return damaged(f"cannot be read: {e.strerror or e}", "the commit record", "HS503")
+        return None, [unread(e, where=where, expected="the commit record")]
     if isinstance(data, str):
         return damaged(data, "the commit record as JSON")
+    if fault := group_fault(data):
+        return damaged(fault, "the Zarr v3 group of a segment")
     attribute = hs_attribute(data)
     if attribute is None:
         return damaged("no attribute 'hsformat'", "the commit record")

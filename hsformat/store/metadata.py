@@ -17,12 +17,14 @@ from typing import Any
 from hsformat.contract import SPEC_VERSION, Contract, parse_contract
 from hsformat.problems import Problem, Severity, StoreError, problem
 from hsformat.store.backend import Backend, Source
+from hsformat.store.unread import unread
 from hsformat.strict_json import parse_json
 
 __all__ = [
     "MAX_JSON_BYTES",
     "SEGMENTS",
     "ensure_segments",
+    "group_fault",
     "group_json",
     "hs_attribute",
     "is_segment_name",
@@ -70,21 +72,32 @@ def ensure_segments(backend: Backend) -> None:
 
 
 def segments_group_problems(source: Source) -> list[Problem]:
-    """Return HS504 where ``segments/zarr.json`` is no Zarr group: other Zarr readers then see no segment."""
+    """Return HS504 where ``segments/zarr.json`` is no Zarr group: other Zarr readers then see no segment. Or HS503."""
     key = f"{SEGMENTS}/zarr.json"
     try:
         data = read_json(source, key)
     except FileNotFoundError:
         return []
     except OSError as e:
-        data = f"cannot be read: {e.strerror or e}"
-    if isinstance(data, dict):
-        unknown = [k for k in data if k not in _GROUP_MEMBERS and not _is_optional(data[k])]
-        if data.get("zarr_format") == 3 and data.get("node_type") == "group" and not unknown:
-            return []
-        data = f"a member {unknown[0]!r} that Zarr readers do not know" if unknown else "no Zarr v3 group"
+        return [unread(e, where=f"{source.location}/{key}", expected="a Zarr v3 group")]
+    got = data if isinstance(data, str) else group_fault(data)
+    if got is None:
+        return []
     fix = "remove this file: the next writer makes it again"
-    return [problem("HS504", where=f"{source.location}/{key}", got=data, expected="a Zarr v3 group", fix=fix)]
+    return [problem("HS504", where=f"{source.location}/{key}", got=got, expected="a Zarr v3 group", fix=fix)]
+
+
+def group_fault(data: Mapping[str, Any]) -> str | None:
+    """Return why other Zarr readers do not take the JSON of a ``zarr.json`` for a group (rules S-1, S-8, G-1).
+
+    Returns
+    -------
+    None if they do. Zarr v3 refuses members that it does not name, but those whose ``must_understand`` is false.
+    """
+    if data.get("zarr_format") != 3 or data.get("node_type") != "group":
+        return "no Zarr v3 group"
+    unknown = [k for k in data if k not in _GROUP_MEMBERS and not _is_optional(data[k])]
+    return f"a member {unknown[0]!r} that Zarr readers do not know" if unknown else None
 
 
 def _is_optional(value: Any) -> bool:
@@ -153,12 +166,12 @@ def load_contract(backend: Backend) -> tuple[Contract, list[Problem]]:
     except FileNotFoundError as e:
         raise _no_store(where, "a folder without zarr.json") from e
     except OSError as e:
-        raise _no_store(where, f"cannot be read: {e.strerror or e}") from e
+        raise StoreError(unread(e, where=where, expected="an hsformat store", code="HS501")) from e
     where = f"{where}/zarr.json"
     if isinstance(data, str):
         raise _no_store(where, data)
-    if data.get("zarr_format") != 3 or data.get("node_type") != "group":
-        raise _no_store(where, "no Zarr v3 group")
+    if fault := group_fault(data):
+        raise _no_store(where, fault)
     attribute = hs_attribute(data)
     if attribute is None:
         raise _no_store(where, "a Zarr group without the attribute 'hsformat'")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hsformat.problems import StoreError, problem
 from hsformat.store.array_json import ArraySpec, Encoding
-from hsformat.store.backend import Bytes, Part, Source, open_object
+from hsformat.store.backend import Bytes, Part, Source
 from hsformat.store.codec import (
     CRC_BYTES,
     DamagedChunk,
@@ -26,6 +26,7 @@ from hsformat.store.codec import (
     decode_chunk,
     index_bytes,
 )
+from hsformat.store.opened import KeptOpen
 from hsformat.store.shards import parse_index
 
 __all__ = ["NativeArray"]
@@ -41,7 +42,7 @@ _RUN = 8 * 1024 * 1024
 
 
 class NativeArray:
-    """One array of a segment. Keeps its file open and its index in memory.
+    """One array of a segment. Keeps its index in memory, and its file open while not too many others are.
 
     Attributes
     ----------
@@ -72,7 +73,7 @@ class NativeArray:
         if spec.file not in sizes:
             got, expected = f"no file {spec.file!r} in the commit record", "every chunk of the array"
             raise StoreError(problem("HS503", where=self._where, got=got, expected=expected))
-        self._object = open_object(source, f"{prefix}/{spec.file}")
+        self._object = KeptOpen(source, f"{prefix}/{spec.file}")
         size = sizes[spec.file]
         self._chunk_bytes = self._rows * spec.row_bytes
         index = self._read_index(size) if spec.sharded else np.array([[0, size]], np.int64)

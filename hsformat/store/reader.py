@@ -27,7 +27,7 @@ from hsformat.store.segment import Decoder, SegmentReader
 __all__ = ["Store", "open"]
 
 _CACHED_SEGMENTS = 32
-"""Segments of which files are kept open."""
+"""Segments of which what is small is kept in memory; how many files are kept open is for ``opened``."""
 
 
 def open(
@@ -98,8 +98,8 @@ class Store:
     """The records of a store as they were committed when it was opened. Made by :func:`open`.
 
     A sequence over (writer, segment number, row), and a :class:`hsformat.source.RecordSource`. It may be pickled, used
-    after a fork and read in several threads at once; the files that it keeps open and what it keeps in memory are
-    bounded.
+    after a fork and read in several threads at once. What it keeps in memory is bounded, and so are the files that all
+    stores of a process keep open: 256, or a quarter of those that it may.
 
     Attributes
     ----------

@@ -21,6 +21,7 @@ from hsformat.store.codec import Codec, DamagedChunk
 from hsformat.store.commit import CommitRecord
 from hsformat.store.metadata import MAX_JSON_BYTES
 from hsformat.store.native import NativeArray
+from hsformat.store.unread import unread
 from hsformat.store.verify import file_problems
 
 __all__ = ["Decoder", "SegmentReader"]
@@ -36,7 +37,7 @@ class _Rows(Protocol):
 
 
 class SegmentReader:
-    """Arrays and records of one segment. Keeps files open, and in memory what is small.
+    """Arrays and records of one segment. Keeps in memory what is small, and files open as ``opened`` says.
 
     Parameters
     ----------
@@ -224,8 +225,7 @@ def _as_problems(place: str) -> Iterator[None]:
         got, expected = f"cannot be decoded: {e}", "bytes as they were written"
         raise StoreError(problem("HS504", where=place, got=got, expected=expected)) from e
     except OSError as e:
-        got, expected = f"cannot be read: {e.strerror or e}", "bytes as they were written"
-        raise StoreError(problem("HS503", where=place, got=got, expected=expected)) from e
+        raise StoreError(unread(e, where=place, expected="bytes as they were written")) from e
 
 
 def _of_record(p: Problem, record: str | None) -> Problem:

@@ -12,6 +12,7 @@ from hsformat.digests import Checksum
 from hsformat.problems import Problem, problem
 from hsformat.store.backend import Source
 from hsformat.store.commit import CommitRecord
+from hsformat.store.unread import unread
 
 __all__ = ["INDEX_ARRAYS", "file_problems", "index_problems"]
 
@@ -41,7 +42,7 @@ def file_problems(
             size = source.size(path)
             actual = _stream_checksum(source, path, entry.size) if content and size == entry.size else None
         except OSError as e:
-            yield problem("HS503", where=where, got=f"cannot be read: {e.strerror or e}", expected=expected)
+            yield unread(e, where=where, expected=expected)
             continue
         if size is None:
             yield problem("HS503", where=where, got="no file", expected=expected)

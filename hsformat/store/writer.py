@@ -32,6 +32,7 @@ from hsformat.store.backend import Backend
 from hsformat.store.building import Building
 from hsformat.store.commit import CommitRecord, load_commit
 from hsformat.store.encoder import Encoder, default_threads
+from hsformat.store.ended import failed_write, no_thread, no_writer, warn_if_never_closed
 from hsformat.store.metadata import SEGMENTS, new_writer
 from hsformat.store.pending import MAX_PRODUCER_BYTES, Pending, Row, make_row
 
@@ -58,7 +59,8 @@ class Writer:
     """Validates records and commits them as segments. Made by :func:`create` and :func:`append`.
 
     A context manager: leaving the block commits what was appended, after an exception as well, since each record is
-    whole. Not for use by several threads, nor after a fork.
+    whole. One that is never closed loses what it has not committed, and a RuntimeWarning says how much. Not for use by
+    several threads, nor after a fork.
 
     Attributes
     ----------
@@ -105,6 +107,7 @@ class Writer:
         self._encoder: Encoder | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._interrupted = False
+        self._never_closed = warn_if_never_closed(self, self._pending, backend.location)
 
     # What the caller's thread does.
 
@@ -255,16 +258,8 @@ class Writer:
         """Refuse a closed writer, and one in a process that was forked, where its threads are not."""
         forked = self._pid != os.getpid()
         if forked or self._settled()._closed is not None:
-            raise StoreError(
-                problem(
-                    "HS506",
-                    where=self.path,
-                    got="a writer of another process" if forked else f"a writer that is {self._closed}",
-                    expected="an open writer of this process",
-                    fix="open another with hs.append",
-                    severity=Severity.ERROR,
-                )
-            )
+            got = "a writer of another process" if forked else f"a writer that is {self._closed}"
+            raise no_writer(self.path, got)
 
     def _settled(self) -> Self:
         """Wait for what an interrupt has left under way."""
@@ -292,19 +287,11 @@ class Writer:
         try:
             pool.submit(int).result()
         except RuntimeError as e:
-            raise StoreError(
-                problem(
-                    "HS506",
-                    where=self.path,
-                    severity=Severity.ERROR,
-                    got=f"{e}; nothing was taken",
-                    expected="a thread of this process, which writes",
-                    fix="allow the process more threads and append again: the writer is still open",
-                )
-            ) from e
+            raise no_thread(self.path, e) from e
         return pool
 
     def _stop(self) -> None:
+        self._never_closed.detach()
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         if self._encoder is not None:
@@ -388,22 +375,11 @@ class Writer:
         return False
 
     def _failed(self, e: BaseException, prefix: str, *, committed: bool | None, adding: str | None) -> StoreError:
-        """Close the writer and say what is lost, what is kept and how to go on; ``committed`` None: not known."""
+        """Close the writer and return what it says."""
         self._closed = "closed after a failed write"
         lost = [*self._pending.rows, *([] if adding is None else [adding])]
-        fate = "of unknown state, committed or not" if committed is None else "not committed"
-        shown = ", ".join(map(repr, lost[:3])) + (", ..." if len(lost) > 3 else "")
-        return StoreError(
-            problem(
-                "HS506",
-                where=f"{self.path}/{prefix}",
-                severity=Severity.ERROR,
-                got=f"{getattr(e, 'strerror', None) or e}; {len(lost)} record(s) {fate}{': ' if lost else ''}{shown}",
-                expected=f"a segment written whole; this writer committed {self._done.records} record(s), which stay",
-                fix="free space or restore access, then open the store with hs.append and write the records whose ids "
-                "are not in writer.ids",
-            )
-        )
+        done = self._done.records
+        return failed_write(f"{self.path}/{prefix}", e, lost=lost, committed=committed, records_committed=done)
 
 
 def _errors(problems: Iterable[Problem]) -> bool:

@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, get_args
 
 import numpy as np
@@ -14,6 +15,7 @@ from hsformat.digests import checksum
 from hsformat.torch.dataset import RecordDataset
 from hsformat.torch.packing import pack
 from hsformat.torch.plan import Batching, Plan, Shuffle
+from hsformat.torch.position import Position, require_integers
 from hsformat.torch.prefetch import Batches, Collate, Stream, WorkerType, by_processes, by_threads, one_by_one
 
 __all__ = ["RecordLoader"]
@@ -25,7 +27,8 @@ class RecordLoader:
     They are a function of the dataset, the epoch and the parameters up to ``world_size``; on workers and reading ahead
     nothing depends but time and memory. When an epoch has come to its end, the next iteration is the next epoch; one
     that was left before its end begins again, unless :meth:`load_state_dict` says where to go on. One iteration is
-    under way at a time: another one ends it. No thread or process stays behind, however it ends.
+    under way at a time: another one ends it, and what was ended so raises a RuntimeError where it is asked for more. No
+    thread or process stays behind, however it ends.
 
     Parameters
     ----------
@@ -97,9 +100,9 @@ class RecordLoader:
             drop_last=drop_last,
             world_size=world_size,
         )
-        _require(0, rank=rank, epoch=epoch, workers=workers, prefetch_bytes=prefetch_bytes)
+        require_integers(0, rank=rank, epoch=epoch, workers=workers, prefetch_bytes=prefetch_bytes)
         prefetch = 2 * workers if prefetch is None else prefetch
-        _require(min(1, workers), prefetch=prefetch)
+        require_integers(min(1, workers), prefetch=prefetch)
         if rank >= world_size:
             raise ValueError(f"rank is {rank}, and must be below world_size, {world_size}")
         if worker_type not in get_args(WorkerType):
@@ -111,7 +114,7 @@ class RecordLoader:
         self._tokens, self._segments, self._nbytes = dataset.token_counts(), dataset.segments(), dataset.nbytes()
         self._check_lengths()
         self._epoch, self._taken, self._start = epoch, 0, 0
-        self._running: weakref.ref[Generator[Any, None, None]] | None = None
+        self._running: weakref.ref[_Pass] | None = None
         self._planned = epoch, self._plan_of(epoch)
 
     def _check_lengths(self) -> None:
@@ -134,10 +137,9 @@ class RecordLoader:
         Raises
         ------
         ValueError
-            It is negative.
+            It is negative, or no integer.
         """
-        if epoch < 0:
-            raise ValueError(f"epoch is {epoch}, and must be at least 0")
+        require_integers(0, epoch=epoch)
         self._stop()
         self._epoch, self._taken, self._start = epoch, 0, 0
 
@@ -154,13 +156,10 @@ class RecordLoader:
 
         It is the same on every rank. Batches that were read ahead do not count.
         """
-        return {
-            "version": 1,
-            "epoch": self._epoch,
-            "batches": self._taken,
-            "batching": asdict(self._batching),
-            "plan": self._digest(self._plan()),
-        }
+        position = Position(
+            epoch=self._epoch, batches=self._taken, batching=asdict(self._batching), plan=self._digest(self._plan())
+        )
+        return position.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next iteration where another loader was, whatever its workers.
@@ -168,34 +167,35 @@ class RecordLoader:
         Raises
         ------
         ValueError
-            It had other batches: another seed or parameter, which is named, or other records.
+            It had other batches: another seed or parameter, which is named, or other records. Or the state is not one
+            that :meth:`state_dict` returned; its field is named.
         """
-        if state.get("version") != 1:
-            raise ValueError(f"the state is of version {state.get('version')!r}; this hsformat reads version 1")
-        theirs, ours = state["batching"], asdict(self._batching)
-        if differ := [f"{k} was {theirs.get(k)!r} and is {v!r}" for k, v in ours.items() if theirs.get(k) != v]:
+        position = Position.of(state)
+        if differ := position.differences(self._batching):
             raise ValueError(f"the state is of other batches: {'; '.join(differ)}")
-        planned = self._plan_of(state["epoch"])
-        if state["plan"] != self._digest(planned):
+        planned = self._plan_of(position.epoch)
+        if position.plan != self._digest(planned):
             raise ValueError(
                 "the state is of other records, or of a store whose records lay in other segments: open what it was "
                 "made with, or name the records by the dataset's ids"
             )
+        if position.batches > (most := len(planned) // self._batching.world_size):
+            raise ValueError(f"the state's batches is {position.batches}, and epoch {position.epoch} has {most} a rank")
         self._stop()
-        self._planned = state["epoch"], planned
-        self._epoch, self._taken, self._start = state["epoch"], state["batches"], state["batches"]
+        self._planned = position.epoch, planned
+        self._epoch, self._taken, self._start = position.epoch, position.batches, position.batches
 
     def __iter__(self) -> Iterator[Any]:
         self._stop()
         self._taken, self._start = self._start, 0
-        generator = self._iterate(self._taken)
-        self._running = weakref.ref(generator)  # weak, so that it ends when its user lets it go
-        return generator
+        iteration = _Pass(self._iterate(self._taken))
+        self._running = weakref.ref(iteration)  # weak, so that it ends when its user lets it go
+        return iteration
 
     def _stop(self) -> None:
         running = None if self._running is None else self._running()
         if running is not None:
-            running.close()
+            running.displace()
 
     def _iterate(self, start: int) -> Generator[Any, None, None]:
         epoch, planned, world_size = self._epoch, self._plan(), self._batching.world_size
@@ -237,7 +237,24 @@ class RecordLoader:
         return checksum(b"".join((ids, planned.order.tobytes(), planned.ends.tobytes())))
 
 
-def _require(least: int, **values: object) -> None:
-    for name, value in values.items():
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} is {value!r}, and must be an integer of at least {least}")
+class _Pass:
+    """An iteration of a loader. Where something else has ended it, it says so: it is not at the end of its epoch."""
+
+    def __init__(self, batches: Generator[Any, None, None]) -> None:
+        self._batches, self._displaced = batches, False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._displaced:
+            raise RuntimeError(
+                "this iteration was ended before the end of its epoch: the loader was iterated again, or told by "
+                "set_epoch or load_state_dict where to go on; use a loader for each of two iterations"
+            )
+        return next(self._batches)
+
+    def displace(self) -> None:
+        """End it; nothing happens if it is at its end."""
+        self._displaced = self._displaced or getgeneratorstate(self._batches) != GEN_CLOSED
+        self._batches.close()

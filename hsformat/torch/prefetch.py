@@ -6,10 +6,14 @@ waits for room: a batch is begun when there is some, so that there is nobody to 
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
+import signal
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Dataset
@@ -23,6 +27,9 @@ __all__ = ["Batches", "Collate", "Stream", "WorkerType", "by_processes", "by_thr
 Collate = Callable[[list[TensorRecord]], Any]
 Stream = Generator[Any, None, None]
 WorkerType = Literal["thread", "fork", "spawn", "forkserver"]
+
+_SOON = 1.0
+"""Seconds in which a process that has broken its connection is seen to have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,7 +103,13 @@ def by_threads(batches: Batches, *, workers: int, prefetch: int, prefetch_bytes:
 def by_processes(
     batches: Batches, *, workers: int, prefetch: int, prefetch_bytes: int, worker_type: WorkerType
 ) -> Stream:
-    """Read ahead in processes: torch's DataLoader, told what to read, and errors carried through it as they are."""
+    """Read ahead in processes: torch's DataLoader, told what to read, and errors carried through it as they are.
+
+    Raises
+    ------
+    RuntimeError
+        A process was killed, or ended by itself.
+    """
     most = 2 * max(batches.nbytes)
     ahead = max(1, min(prefetch, prefetch_bytes // most if most else prefetch))
     workers = min(workers, ahead)
@@ -109,10 +122,44 @@ def by_processes(
         collate_fn=_as_it_is,
         multiprocessing_context=worker_type,
     )
-    for batch in loader:  # whose processes end with its iterator, which nobody else knows
-        if isinstance(batch, _Failed):
-            raise batch.error
-        yield batch
+    others = set(multiprocessing.active_children())
+    iterator = iter(loader)  # its processes end with it, and nobody else knows it
+    started = [p for p in multiprocessing.active_children() if p not in others]
+    try:
+        for _ in range(len(batches.rows)):
+            died = None
+            try:
+                batch = next(iterator)
+            except (RuntimeError, OSError, EOFError):  # a reset connection, a closed pipe, or torch's own word
+                died = _died(started)
+                if died is None:
+                    raise
+            if died is not None:  # outside: what was caught refers to the iterator, whose processes would stay with it
+                raise RuntimeError(died)
+            if isinstance(batch, _Failed):
+                raise batch.error
+            yield batch
+    finally:
+        del iterator
+
+
+def _died(processes: Sequence[BaseProcess]) -> str | None:
+    """Say which process has ended, and how; None: none has. Its pipes are closed a moment before it is known."""
+    multiprocessing.connection.wait([p.sentinel for p in processes], timeout=_SOON)
+    ended = [f"{p.pid} by {_how(p.exitcode)}" for p in processes if p.exitcode is not None]
+    if not ended:
+        return None
+    return (
+        f"a process that reads batches ahead has ended: {', '.join(ended)}. Where nobody killed it, memory may have "
+        "run out: take fewer workers, or a smaller prefetch_bytes. state_dict() says where the epoch is, and "
+        "load_state_dict goes on there"
+    )
+
+
+def _how(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return f"signal {-code} ({signal.strsignal(-code) or 'unknown'})"
 
 
 class _Numbered(Dataset[Any]):

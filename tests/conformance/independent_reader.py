@@ -103,9 +103,20 @@ def check_members(value: Any, schema: Mapping[str, Any], at: str) -> None:
             check_members(item, schema["properties"][name], f"{at}.{name}")
 
 
+def read_group(folder: Path, code: str) -> Any:
+    """Read the attribute ``hsformat`` of a Zarr v3 group (rules S-1 and G-1)."""
+    data = json.loads((folder / "zarr.json").read_bytes())
+    named = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
+    unknown = [v for k, v in data.items() if k not in named]
+    group = (data.get("zarr_format"), data.get("node_type")) == (3, "group")
+    ignored = all(isinstance(v, dict) and v.get("must_understand") is False for v in unknown)
+    require(group and ignored, code, f"{folder}: no Zarr v3 group")
+    return data["attributes"]["hsformat"]
+
+
 def read_commit(folder: Path, *, verify_files: bool) -> Any:
     """Read a segment's commit record and check it and its files (rules G-1 to G-4)."""
-    commit = json.loads((folder / "zarr.json").read_bytes())["attributes"]["hsformat"]
+    commit = read_group(folder, "HS504")
     require(commit.keys() >= COMMIT_MEMBERS, "HS504", f"{folder}: no {COMMIT_MEMBERS - commit.keys()}")
     body = rfc8785.dumps({k: v for k, v in commit.items() if k != "checksum"})
     require(checksum(body) == commit["checksum"], "HS504", f"{folder}: checksum of the commit record (G-1)")
@@ -213,7 +224,7 @@ def read_store(path: Path, known: Collection[str] = (), *, verify_files: bool = 
     tuple[Any, list[Record]]
         The contract, and the records in the order of rule S-4.
     """
-    root = json.loads((path / "zarr.json").read_bytes())["attributes"]["hsformat"]
+    root = read_group(path, "HS501")
     require(root.keys() >= {"spec_version", "contract", "contract_digest"}, "HS502", f"members are {list(root)} (S-7)")
     contract, versions = root["contract"], (root["spec_version"], root["contract"].get("spec_version"))
     require(versions == ("1.0", "1.0"), "HS502", f"unknown spec_version {versions} (C-2, S-2)")

@@ -173,6 +173,33 @@ def with_a_number_that_is_none(text: str) -> str:
     return text.replace('"zarr_format"', '"x": NaN, "zarr_format"', 1)
 
 
+def as_an_older_zarr(text: str) -> str:
+    return text.replace('"zarr_format": 3', '"zarr_format": 2', 1)
+
+
+def as_an_array(text: str) -> str:
+    return text.replace('"node_type": "group"', '"node_type": "array"', 1)
+
+
+def with_a_member_that_zarr_does_not_name(text: str) -> str:
+    return text.replace('"zarr_format"', '"chunk_grid": {}, "zarr_format"', 1)
+
+
+for edit in (as_an_older_zarr, as_an_array, with_a_member_that_zarr_does_not_name):
+
+    @breaks("S-1")
+    def root_group(store, edit=edit):
+        rewrite_text(store / "zarr.json", edit)
+
+    @breaks("S-8")
+    def segments_group(store, edit=edit):
+        rewrite_text(store / "segments" / "zarr.json", edit)
+
+    @breaks("G-1")
+    def segment_group(store, edit=edit):
+        rewrite_text(segment(store) / "zarr.json", edit)
+
+
 for edit in (as_somebody_else_reads_it, beyond_its_length, with_a_number_that_is_none):
 
     @breaks("S-1")

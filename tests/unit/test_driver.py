@@ -20,6 +20,7 @@ import hsformat as hs
 from hsformat.extraction import ExtractionRequest, Rejected, extract_to_store
 from hsformat.problems import Problem, Severity, problem
 from hsformat.record import Generation, Provenance, Record, TokenSample
+from hsformat.store.pending import Pending
 
 CONTRACT = tiny_contract()
 REQUEST = ExtractionRequest(
@@ -109,6 +110,13 @@ def test_resume_goes_on(out):
     report = run(Fake(), map(sample, range(8)), out)
     assert (report.written, report.skipped) == (5, 3)
     assert sorted(hs.open(out).ids) == [f"s{i}" for i in range(8)]
+
+
+def test_a_record_that_no_segment_holds_does_not_take_others_with_it(out, monkeypatch):
+    monkeypatch.setattr(Pending, "excess", lambda self, row: "too much" if row.id == "s2" else None)
+    with pytest.raises(hs.StoreError, match="HS501"):
+        run(Fake(), map(sample, range(4)), out)
+    assert hs.open(out).ids == ["s0", "s1"]
 
 
 def test_one_nan_record_is_quarantined_and_99_are_committed(out):  # SpecForge#104

@@ -18,7 +18,7 @@ from factories import assert_same_record, tiny_contract, tiny_record
 import hsformat.store as hs
 from hsformat.contract import Contract
 from hsformat.digests import canonical_json, checksum
-from hsformat.problems import ExitCode, StoreError, exit_code
+from hsformat.problems import ExitCode, Severity, StoreError, exit_code
 from hsformat.store.commit import load_commit, seal
 from hsformat.store.local import LocalBackend, LocalFile
 from hsformat.store.metadata import segment_names
@@ -355,6 +355,22 @@ def test_damaged_group_is_reported(path: Path, name: str) -> None:
     file = segment(path) / name
     file.write_bytes(file.read_bytes().replace(b"group", b"Group"))
     assert [p.code for p in validate_store(path, level="full")] == ["HS504"]
+
+
+@pytest.mark.parametrize("name", ["", "segments/", "segments/*/"])
+def test_every_flipped_bit_of_a_group_is_found_or_harmless(path: Path, name: str) -> None:
+    """Of what stands before the attribute, which no checksum covers: zarr reads the arrays, or it is an error."""
+    (file,) = path.glob(f"{name}zarr.json")
+    good, arrays = file.read_bytes(), 0
+    for at in range(good.index(b'"attributes"')):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[at] ^= 1 << bit
+            file.write_bytes(bad)
+            if not [p for p in validate_store(path, level="metadata") if p.severity is Severity.ERROR]:
+                group = zarr.open_group(path, mode="r", use_consolidated=False)[f"segments/{segment(path).name}"]
+                arrays += np.asarray(group["input_ids"][:]).size  # type: ignore[index, call-overload]  # a group
+    assert arrays == 0  # every byte of it counts
 
 
 def test_any_damage_of_any_file_is_a_problem_and_no_other_exception(path: Path) -> None:

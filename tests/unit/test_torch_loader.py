@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -136,7 +138,8 @@ def test_breaking_out_leaves_nothing_behind(dataset, workers):
     first = iter(loader)  # begins again, and is ended by the next
     assert next(first).ids == ("r0", "r1")
     assert sum(len(batch) for batch in loader) == len(RECORDS)
-    assert next(first, None) is None
+    with pytest.raises(RuntimeError, match="ended before the end of its epoch"):
+        next(first)
 
 
 @pytest.mark.parametrize("bound", [5, 9])
@@ -221,6 +224,82 @@ def test_a_state_of_other_batches_is_refused(dataset, path):
         RecordLoader(fewer, batch_size=4, shuffle="record").load_state_dict(state)
     with pytest.raises(ValueError, match="version 2"):
         RecordLoader(dataset, batch_size=4, shuffle="record").load_state_dict({**state, "version": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches": 999}, "batches is 999, and epoch 0 has 8"),
+        ({"batches": -2}, "batches is -2"),
+        ({"batches": "3"}, "batches is '3'"),
+        ({"batches": True}, "batches is True"),
+        ({"epoch": -1}, "epoch is -1"),
+        ({"epoch": None}, "epoch is None"),
+        ({"batching": None}, "batching is None"),
+        ({"batching": {}}, "batch_size was not stated and is 4"),
+        ({"plan": 7}, "plan is 7"),
+    ],
+)
+def test_a_state_that_nobody_returned_is_refused(dataset, change, message):
+    loader = RecordLoader(dataset, batch_size=4, shuffle="record", workers=0)
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict({**state, **change})
+    with pytest.raises(ValueError, match=f"no '{next(iter(change))}'"):
+        loader.load_state_dict({k: v for k, v in state.items() if k not in change})
+    assert loader.state_dict() == state
+    assert sorted(i for b in order(loader) for i in b) == sorted(dataset.ids)
+
+
+def test_what_is_no_state_and_no_epoch(dataset):
+    loader = RecordLoader(dataset, batch_size=4)
+    for wrong in (None, [], "state"):
+        with pytest.raises(ValueError, match="must be what state_dict"):
+            loader.load_state_dict(wrong)
+    with pytest.raises(ValueError, match=r"epoch is 1\.5"):
+        loader.set_epoch(1.5)
+
+
+def test_an_iteration_that_was_displaced_says_so(dataset):
+    loader = RecordLoader(dataset, batch_size=10, workers=2)
+    state = loader.state_dict()
+    for displace in (lambda: iter(loader), lambda: loader.set_epoch(0), lambda: loader.load_state_dict(state)):
+        running = iter(loader)
+        next(running)
+        kept = displace()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="ended before the end of its epoch"):
+                next(running)
+        del kept
+    ended = iter(loader)
+    assert len(list(ended)) == 3
+    iter(loader)
+    assert next(ended, None) is None  # was at its end already
+
+
+def test_a_killed_worker_is_named(dataset):
+    """Where torch's handler of SIGCHLD does not come first: it raises wherever the program is, in its own words."""
+    loader = RecordLoader(dataset, batch_size=1, workers=2, worker_type="fork", prefetch=4)
+    read, victims = [], []
+
+    def iterate():
+        for batch in loader:
+            read.extend(batch.ids)
+            if len(read) == 2:
+                victims.extend(p.pid for p in multiprocessing.active_children())
+                os.kill(victims[0], signal.SIGKILL)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        with pytest.raises(RuntimeError, match=r"has ended: \d+ by signal 9 \(Killed\)") as e:
+            iterate()
+        assert multiprocessing.active_children() == []  # although the error is still there
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    assert str(victims[0]) in str(e.value)
+    rest = RecordLoader(dataset, batch_size=1)
+    rest.load_state_dict(loader.state_dict())
+    assert read + [i for batch in rest for i in batch.ids] == dataset.ids
 
 
 def test_ranks_share_an_epoch_and_a_state(dataset):

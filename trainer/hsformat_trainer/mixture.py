@@ -19,6 +19,7 @@ from hsformat.record import Record
 from hsformat.source import RecordSource, SegmentedSource
 from hsformat.torch import Packed, RecordDataset, RecordLoader
 from hsformat.torch.plan import record_order
+from hsformat.torch.position import Position
 from hsformat_trainer.admitted import Source
 
 __all__ = ["MixedLoader", "MixedSource", "Part", "rows_of_epoch"]
@@ -194,7 +195,7 @@ class MixedLoader:
         Raises
         ------
         ValueError
-            It is negative.
+            It is negative, or no integer.
         """
         self._loader.set_epoch(epoch)
 
@@ -219,12 +220,14 @@ class MixedLoader:
         Raises
         ------
         ValueError
-            It had other batches: another weight, seed or parameter, which is named, or other records.
+            It had other batches: another weight, seed or parameter, which is named, or other records. Or the state is
+            not one that :meth:`state_dict` returned; its field is named.
         """
         weights = [s.weight for s in self._sources]
+        epoch = Position.of(state).epoch
         if state.get("weights") != weights:
             raise ValueError(f"the state is of other batches: weights were {state.get('weights')} and are {weights}")
-        loader = self._loader_of(int(state["epoch"]))
+        loader = self._loader_of(epoch)
         loader.load_state_dict({k: v for k, v in state.items() if k != "weights"})
         self._built, self._loader = loader.epoch, loader
 
