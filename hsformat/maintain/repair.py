@@ -1,7 +1,8 @@
 """Repair: a damaged segment is replaced by a new one with those of its records that are whole (rule S-9).
 
 One publish ends the old segment and begins the new one, so that a reader sees either and never both; after a kill
-at any point the command is given again. Records that are lost are named, and a later extraction fills them.
+at any point the command is given again. Records that are lost are named, and a later extraction fills them. A segment
+of which a file cannot be read now is not damaged as far as anybody can tell, and is left alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hsformat.maintain.rewrite import producer_of, write_segment
+from hsformat.maintain.unreadable import WatchedSource
 from hsformat.problems import ExitCode, Problem, Severity, exit_code, problem
 from hsformat.record import Record
 from hsformat.scan import CaptureStats
@@ -153,8 +155,10 @@ class _Repair:
         self._segments: Segments = load_segments(backend)
         self._writer, self._n = new_writer(), 0
         self._owners: dict[str, tuple[str, str | None]] = {}  # the segment that keeps an id, and what it was made from
+        self._left: set[str] = set()  # ids of segments that cannot be read now, and are neither kept nor lost
         self._total = sum(c.nbytes for c, _ in self._segments.found.values() if c is not None)
-        self._source: Source = CountedSource(backend, lambda done: tick(done, max(done, self._total)))
+        self._watched = WatchedSource(backend)
+        self._source: Source = CountedSource(self._watched, lambda done: tick(done, max(done, self._total)))
 
     def run(self) -> RepairReport:
         self._group()
@@ -167,20 +171,32 @@ class _Repair:
                 self._end_damaged(name, problems)
             else:  # not committed; of another version, or not readable now: that is no damage
                 self._report.problems += [p for p in problems if p.severity is Severity.ERROR]
-        self._report.records = len(self._owners)
+        there = self._left.union(self._owners)
+        self._report.records = len(there)
         self._report.segments = [
-            replace(s, lost=tuple(i for i in s.lost if i not in self._owners)) for s in self._report.segments
+            replace(s, lost=tuple(i for i in s.lost if i not in there)) for s in self._report.segments
         ]
         return self._report
 
     def _group(self) -> None:
         """Make ``segments/zarr.json`` again if it is damaged; no reader of ours needs it."""
-        problems = segments_group_problems(self._backend)
+        problems = segments_group_problems(self._watched)
+        if self._is_unread():
+            return
         if problems and not self._dry_run:
             self._backend.remove(f"{SEGMENTS}/zarr.json")
             ensure_segments(self._backend)
             problems = segments_group_problems(self._backend)
         self._report.problems += problems
+
+    def _is_unread(self, ids: Collection[str] = ()) -> bool:
+        """Whether something could not be read since the last question; the report says so, and what stays with it."""
+        problems = self._watched.problems()
+        self._watched.failed.clear()
+        self._report.problems += problems
+        if problems:
+            self._left.update(ids)
+        return bool(problems)
 
     def _segment(self, commit: CommitRecord) -> None:
         damaged = {
@@ -188,6 +204,8 @@ class _Repair:
             for key in commit.files
             if (found := list(file_problems(self._source, commit, keys=[key], content=True)))
         }
+        if self._is_unread(commit.ids):
+            return
         twice = [i for i in commit.ids if i in self._owners]
         if twice and not self._dedupe:
             self._report.problems += [self._duplicate(commit, i) for i in twice]
@@ -195,7 +213,6 @@ class _Repair:
             self._own(commit, commit.ids, commit.name)
             return
         duplicates = frozenset(twice if self._dedupe else ())
-        self._warn_of_others(commit, duplicates)
         rows = [row for row, i in enumerate(commit.ids) if i not in duplicates]
         salvage = Salvage(self._source, self._contract, commit, damaged)
         kept: list[str] = []
@@ -204,8 +221,13 @@ class _Repair:
             for record, stats in salvage.records(rows):
                 kept.append(record.id)
                 yield record, stats
+                if self._watched.failed:
+                    return
 
         successor, action = self._replace(commit, records, kept, duplicates)
+        if action is None:
+            return
+        self._warn_of_others(commit, duplicates)
         why = [p for found in salvage.lost.values() for p in found]
         self._report.segments.append(
             SegmentRepair(
@@ -226,11 +248,18 @@ class _Repair:
         records: Callable[[], Iterator[tuple[Record, dict[str, CaptureStats]]]],
         kept: list[str],
         duplicates: frozenset[str],
-    ) -> tuple[str | None, Literal["replaced", "ended", "superseded"]]:
-        """Write the records that are whole as the successor of a segment; end it if there are none."""
+    ) -> tuple[str | None, Literal["replaced", "ended", "superseded"] | None]:
+        """Write the records that are whole as the successor of a segment; end it if there are none.
+
+        Returns
+        -------
+        The successor and what was done; None and None: nothing, since not all of the segment could be read.
+        """
         if self._dry_run:
             for _ in records():
                 pass
+            if self._is_unread(commit.ids):
+                return None, None
             return None, "replaced" if kept else "ended"
         name, self._n = f"{self._writer}-{self._n}", self._n + 1
 
@@ -246,26 +275,28 @@ class _Repair:
             name=name,
             producer=producer,
             replaces={commit.name, *commit.replaces},
-            wanted=lambda: not self._superseded(commit.name),
+            wanted=lambda: not self._watched.failed and not self._superseded(commit.name),
         )
         if committed:
             return name, "replaced"
+        if self._is_unread(commit.ids):
+            return None, None
         if kept:
             return None, "superseded"
-        self._end(commit.name, set())
-        return None, "ended"
+        return (None, "ended") if self._end(commit.name, commit.ids) else (None, None)
 
     def _superseded(self, name: str) -> bool:
-        """Whether another process has replaced or ended a segment since this one began."""
-        new = [n for n in segment_names(self._backend) if n not in self._segments.found]
-        commits = [load_commit(self._backend, n)[0] for n in new if not n.startswith(f"{self._writer}-")]
-        ended = self._backend.size(f"{SEGMENTS}/{name}/zarr.json") is None
-        return ended or any(c is not None and name in c.replaces for c in commits)
+        """Whether another process has replaced or ended a segment since this one began, or may have."""
+        new = [n for n in segment_names(self._watched) if n not in self._segments.found]
+        commits = [load_commit(self._watched, n)[0] for n in new if not n.startswith(f"{self._writer}-")]
+        ended = self._watched.size(f"{SEGMENTS}/{name}/zarr.json") is None
+        replaced = any(c is not None and name in c.replaces for c in commits)
+        return ended or replaced or bool(self._watched.failed)
 
     def _end_damaged(self, name: str, problems: list[Problem]) -> None:
-        lost = known_ids(self._backend, f"{SEGMENTS}/{name}")
-        if not self._dry_run:
-            self._end(name, set())
+        lost = known_ids(self._source, f"{SEGMENTS}/{name}")
+        if self._is_unread() or not (self._dry_run or self._end(name)):
+            return
         self._report.segments.append(
             SegmentRepair(
                 segment=name,
@@ -278,15 +309,27 @@ class _Repair:
             )
         )
 
-    def _end(self, name: str, ended: set[str]) -> None:
-        """Remove a segment's commit record, and before it those of the segments that it replaces: they stay ended."""
-        ended.add(name)
-        commit, _ = load_commit(self._backend, name)
-        for old in () if commit is None else commit.replaces:
-            if old not in ended:
-                self._end(old, ended)
-        with contextlib.suppress(FileNotFoundError):
-            self._backend.remove(f"{SEGMENTS}/{name}/zarr.json")
+    def _end(self, name: str, ids: Collection[str] = ()) -> bool:
+        """Remove a segment's commit record, and before it those of the segments that it replaces: they stay ended.
+
+        Returns
+        -------
+        Whether that was done: not if one of them cannot be read now, which may name others.
+        """
+        ending = self._ending(name, [])
+        if self._is_unread(ids):
+            return False
+        for each in ending:
+            with contextlib.suppress(FileNotFoundError):
+                self._backend.remove(f"{SEGMENTS}/{each}/zarr.json")
+        return True
+
+    def _ending(self, name: str, seen: list[str]) -> list[str]:
+        """Return the segments that end with one, each after those that it replaces."""
+        seen.append(name)
+        commit, _ = load_commit(self._watched, name)
+        older = [n for old in (commit.replaces if commit else ()) if old not in seen for n in self._ending(old, seen)]
+        return [*older, name]
 
     def _own(self, commit: CommitRecord, ids: Collection[str], name: str) -> None:
         kept = set(ids)

@@ -65,11 +65,15 @@ class LocalBackend:
 
     def size(self, key: str) -> int | None:
         """Return the size of a regular file; None if there is none."""
-        path = self._root / key
         try:
-            return path.stat().st_size if path.is_file() else None
-        except FileNotFoundError:
+            about = os.stat(self._root / key)
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as e:
+            if e.errno == errno.ELOOP:  # links that lead to each other are no file
+                return None
+            raise  # Path.is_file would say that there is none, in some versions of Python
+        return about.st_size if stat.S_ISREG(about.st_mode) else None
 
     def folders(self, key: str) -> list[str]:
         """Return the names of the folders under a key, sorted."""
