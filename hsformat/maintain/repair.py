@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from hsformat.maintain.removing import removing
 from hsformat.maintain.rewrite import producer_of, write_segment
 from hsformat.maintain.unreadable import WatchedSource
 from hsformat.problems import ExitCode, Problem, Severity, exit_code, problem
@@ -140,9 +141,8 @@ def repair_store(
     Raises
     ------
     StoreError
-        HS501, HS502, HS504: there is no root that could be read. HS506 (error): a segment cannot be written.
-    OSError
-        A file cannot be removed.
+        HS501, HS502, HS504: there is no root that could be read. HS506 (error): a segment cannot be written, or a
+        file not be removed, as behind a link.
     """
     return _Repair(backend_for(path), dedupe=dedupe, dry_run=dry_run, tick=tick).run()
 
@@ -184,7 +184,7 @@ class _Repair:
         if self._is_unread():
             return
         if problems and not self._dry_run:
-            self._backend.remove(f"{SEGMENTS}/zarr.json")
+            self._remove(f"{SEGMENTS}/zarr.json")
             ensure_segments(self._backend)
             problems = segments_group_problems(self._backend)
         self._report.problems += problems
@@ -320,9 +320,12 @@ class _Repair:
         if self._is_unread(ids):
             return False
         for each in ending:
-            with contextlib.suppress(FileNotFoundError):
-                self._backend.remove(f"{SEGMENTS}/{each}/zarr.json")
+            self._remove(f"{SEGMENTS}/{each}/zarr.json")
         return True
+
+    def _remove(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError), removing(f"{self._backend.location}/{key}"):
+            self._backend.remove(key)
 
     def _ending(self, name: str, seen: list[str]) -> list[str]:
         """Return the segments that end with one, each after those that it replaces."""
