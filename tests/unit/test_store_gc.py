@@ -151,6 +151,38 @@ def test_damaged_commit_record_is_no_orphan(path: Path) -> None:
     assert gc_store(path).removed == []
 
 
+@pytest.mark.parametrize("gone", ["all", "one", "cut"])
+def test_writer_whose_files_were_taken_says_so(path: Path, gone: str) -> None:
+    writer = hs.append(path, chunk_tokens=16)
+    writer.append(tiny_record(CONTRACT, "w0", tokens=20))
+    (paused,) = set(names(path)) - {s.name for s in hs.open(path).segments}
+    folder = path / "segments" / paused
+    if gone == "all":
+        age(folder, 48)
+        assert [r.key for r in gc_store(path).removed] == [f"segments/{paused}"]
+    elif gone == "one":
+        (folder / "hidden/d1/c/0/0").unlink()
+    writer.append(tiny_record(CONTRACT, "w1", tokens=20))
+    if gone == "cut":
+        file = (folder / "input_ids/c/0").open("r+b")
+        with file, pytest.MonkeyPatch.context() as patch:
+            settle = LocalBackend.settle
+            patch.setattr(LocalBackend, "settle", lambda self, key: (settle(self, key), file.truncate(3)))
+            with pytest.raises(StoreError) as e:
+                writer.close()
+    else:
+        with pytest.raises(StoreError) as e:
+            writer.close()
+    (found,) = e.value.problems
+    assert (found.code, found.severity) == ("HS506", "error")
+    assert "gone or cut" in found.got
+    assert "2 record(s) not committed" in found.got
+    assert hs.open(path).ids == ["r0", "r1", "r2"]
+    with hs.append(path) as again:
+        again.append(tiny_record(CONTRACT, "w0", tokens=20))
+    assert hs.open(path).ids[3:] == ["w0"]
+
+
 WRITE = """
 import sys, time
 import hsformat.store as hs
