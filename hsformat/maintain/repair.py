@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from hsformat.maintain.outcome import RepairReport, SegmentRepair
 from hsformat.maintain.removing import removing
 from hsformat.maintain.rewrite import producer_of, write_segment
 from hsformat.maintain.unreadable import WatchedSource
-from hsformat.problems import ExitCode, Problem, Severity, exit_code, problem
+from hsformat.problems import Problem, Severity, StoreError, problem
 from hsformat.record import Record
 from hsformat.scan import CaptureStats
-from hsformat.store.backend import Backend, CountedSource, Place, Source
+from hsformat.store.backend import Backend, CountedSource, Locks, Place, Source
 from hsformat.store.commit import CommitRecord, Segments, load_commit, load_segments
 from hsformat.store.metadata import (
     SEGMENTS,
@@ -32,88 +33,7 @@ from hsformat.store.places import backend_for
 from hsformat.store.salvage import Salvage, known_ids
 from hsformat.store.verify import file_problems
 
-__all__ = ["RepairReport", "SegmentRepair", "repair_store"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentRepair:
-    """What became of one segment, or would of a dry run.
-
-    Attributes
-    ----------
-    action
-        ``replaced`` by another segment, ``ended`` by the removal of its ``zarr.json``, or ``superseded``: another
-        process has replaced it meanwhile, and nothing was done.
-    successor
-        The segment that replaces it; None: none, or a dry run.
-    kept
-        Records that were kept.
-    lost
-        Ids that are not in the store any more. Of a damaged commit record: those that its arrays tell.
-    duplicates
-        Ids that an older segment has, too, and keeps.
-    problems
-        The damage, and of each lost record why it cannot be kept.
-    """
-
-    segment: str
-    action: Literal["replaced", "ended", "superseded"]
-    successor: str | None
-    kept: int
-    lost: tuple[str, ...]
-    duplicates: tuple[str, ...]
-    problems: tuple[Problem, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-able data."""
-        return {**self.__dict__, "problems": [p.to_dict() for p in self.problems]}
-
-
-@dataclass(kw_only=True)
-class RepairReport:
-    """What a repair found and did.
-
-    Attributes
-    ----------
-    segments
-        One entry a segment that was not left as it was.
-    problems
-        What is still wrong, or worth knowing, after the repair.
-    records
-        Records in the store afterwards (in a dry run: that would be).
-    """
-
-    store: str
-    dry_run: bool
-    segments: list[SegmentRepair] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    records: int = 0
-
-    @property
-    def lost(self) -> list[str]:
-        """Ids of all records that are gone."""
-        return [i for s in self.segments for i in s.lost]
-
-    @property
-    def exit_code(self) -> int:
-        """0: the store is whole and nothing was lost; 1: something was, is still wrong, or (dry run) would be done."""
-        left = bool(self.segments) if self.dry_run else self._unknown_loss()
-        return max(exit_code(self.problems), ExitCode.PROBLEMS if self.lost or left else ExitCode.CLEAN)
-
-    def _unknown_loss(self) -> bool:
-        """Whether a segment ended of which nobody knows how many records it had."""
-        return any(s.action == "ended" and not s.duplicates for s in self.segments)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-able data."""
-        return {
-            "store": self.store,
-            "dry_run": self.dry_run,
-            "records": self.records,
-            "lost": self.lost,
-            "segments": [s.to_dict() for s in self.segments],
-            "problems": [p.to_dict() for p in self.problems],
-        }
+__all__ = ["repair_store"]
 
 
 def repair_store(
@@ -127,7 +47,8 @@ def repair_store(
 
     A segment of which nothing is left, or whose commit record is damaged, is ended: its ``zarr.json`` is removed; its
     other files stay until they are collected (:func:`hsformat.maintain.gc_store`). Writers may be at work
-    meanwhile; two repairs of one store at once may leave records twice, which ``dedupe`` then removes.
+    meanwhile. On a disk a second repair of the store is refused while one is at work; on an object store, which has no
+    locks, two at once may leave records twice, which ``dedupe`` then removes.
 
     Parameters
     ----------
@@ -141,10 +62,39 @@ def repair_store(
     Raises
     ------
     StoreError
-        HS501, HS502, HS504: there is no root that could be read. HS506 (error): a segment cannot be written, or a
-        file not be removed, as behind a link.
+        HS501, HS502, HS504: there is no root that could be read. HS506 (error): another repair is at work, a segment
+        cannot be written, or a file not be removed, as behind a link.
     """
-    return _Repair(backend_for(path), dedupe=dedupe, dry_run=dry_run, tick=tick).run()
+    backend = backend_for(path)
+    with contextlib.nullcontext() if dry_run else _alone(backend):
+        return _Repair(backend, dedupe=dedupe, dry_run=dry_run, tick=tick).run()
+
+
+@contextlib.contextmanager
+def _alone(backend: Backend) -> Iterator[None]:
+    """Keep other repairs out, where the place can: each would write what is whole of a segment under its own name.
+
+    Raises
+    ------
+    StoreError
+        HS506 (error): another repair is at work.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            if isinstance(backend, Locks):
+                stack.enter_context(backend.lock("zarr.json"))
+        except BlockingIOError as e:
+            raise StoreError(
+                problem(
+                    "HS506",
+                    where=backend.location,
+                    severity=Severity.ERROR,
+                    got="another repair of this store is at work",
+                    expected="one repair of a store at a time",
+                    fix="wait for its end, then give the command again: it does what is left to do",
+                )
+            ) from e
+        yield
 
 
 class _Repair:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "Distant",
     "Entry",
     "HasFolders",
+    "Locks",
     "OpenObject",
     "Opens",
     "Part",
@@ -84,6 +86,18 @@ class HasFolders(Protocol):
 
     def touched(self, key: str) -> float | None:
         """Return when anything was last made in a folder or below it, in seconds since 1970; None: there is none."""
+        ...
+
+
+@runtime_checkable
+class Locks(Protocol):
+    """What a place may have beside where processes can keep each other out. May be left out; writers need it not."""
+
+    def lock(self, key: str) -> AbstractContextManager[None]:
+        """Hold an object until the end of the block or of the process; nobody who only reads or writes is kept out.
+
+        BlockingIOError: somebody else holds it. Where that cannot be done, nothing is held.
+        """
         ...
 
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,9 @@ from hsformat.store.backend import Data, Entry, OpenObject, Part, RangedObject
 __all__ = ["LocalBackend"]
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
+"""What a file system without locks says, or one that does not lock what this user may not write."""
 
 
 class LocalBackend:
@@ -170,6 +173,29 @@ class LocalBackend:
         path = self._inside(key)
         path.unlink()
         _sync_folder(path.parent)
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Hold a file, on other machines as well where the disk is shared and its file system says so."""
+        with contextlib.ExitStack() as stack:
+            if (fd := self._open_to_lock(key)) is not None:
+                import fcntl
+
+                stack.callback(os.close, fd)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as e:
+                    if e.errno not in _NO_LOCKS:
+                        raise
+            yield
+
+    def _open_to_lock(self, key: str) -> int | None:
+        if os.name == "nt":  # where a lock would keep readers out
+            return None
+        for flags in (os.O_RDWR, os.O_RDONLY):  # NFS locks what may be written alone
+            with contextlib.suppress(OSError):
+                return os.open(self._root / key, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+        return None
 
     def _inside(self, key: str) -> Path:
         """Return the path of a key that is in the store's own folder; where a link leads may be anything.

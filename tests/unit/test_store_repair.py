@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +372,7 @@ def test_two_repairs_at_once_do_not_write_records_twice(path: Path, monkeypatch:
     flip(first(path) / "hidden/d2/c/0/0", 30)
     import hsformat.maintain.repair as module
 
+    monkeypatch.setattr(LocalBackend, "lock", lambda *_: nullcontext())  # as on an object store
     real, done = module.write_segment, []
 
     def late(*args: Any, **kwargs: Any) -> bool:
@@ -381,6 +385,54 @@ def test_two_repairs_at_once_do_not_write_records_twice(path: Path, monkeypatch:
     report = repair_store(path)
     assert [s.action for s in report.segments] == ["superseded"]
     assert sorted(hs.open(path).ids) == ["r1", "r2", "r3", "r4", "r5", "s0"]
+
+
+def test_one_repair_at_a_time(path: Path) -> None:
+    flip(first(path) / "hidden/d2/c/0/0", 30)
+    with LocalBackend(str(path)).lock("zarr.json"):  # as another process does
+        with pytest.raises(StoreError) as e:
+            repair_store(path)
+        assert [(p.code, p.severity) for p in e.value.problems] == [("HS506", "error")]
+        assert repair_store(path, dry_run=True).lost == ["r0"]
+        assert sorted(hs.open(path).ids) == sorted([*WANTED, "s0"])
+    assert repair_store(path).lost == ["r0"]
+
+
+def test_repairs_at_once_leave_one_record_of_each_id(tmp_path: Path) -> None:
+    with hs.create(tmp_path / "s", CONTRACT, chunk_tokens=16) as writer:
+        for r in RECORDS:
+            writer.append(r)
+            writer.flush()
+    for shard in (tmp_path / "s").glob("segments/*/token_offsets/c/0"):
+        flip(shard, 3)
+    start, refused = threading.Barrier(3), []
+
+    def run() -> None:
+        start.wait()
+        try:
+            repair_store(tmp_path / "s")
+        except StoreError as e:
+            refused.append(e)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {p.got for e in refused for p in e.problems} <= {"another repair of this store is at work"}
+    assert len(refused) < 3
+    assert sorted(hs.open(tmp_path / "s").ids) == sorted(WANTED)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_disk_without_locks(path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    import fcntl
+
+    def refuse(*_: Any) -> None:
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert repair_store(path).exit_code == 0
 
 
 def test_command(path: Path) -> None:
