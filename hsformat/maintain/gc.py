@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hsformat.maintain.removing import removing
-from hsformat.problems import Severity, StoreError, problem
+from hsformat.maintain.removing import refuse_link, removing
 from hsformat.store.backend import Backend, Entry, HasFolders, Place
 from hsformat.store.commit import load_segments
 from hsformat.store.metadata import SEGMENTS, load_contract
@@ -137,21 +136,9 @@ class _Gc:
             if parts[0] == SEGMENTS and (len(parts) > 2 or parts[-1] in self._entries):
                 self._entries.get(parts[1], []).append(entry)
             elif entry.key == SEGMENTS:
-                raise self._elsewhere(entry.key)
+                refuse_link(self._backend, SEGMENTS)
             elif parts[-1] != "zarr.json":
                 self._top.append(entry)
-
-    def _elsewhere(self, key: str) -> StoreError:
-        return StoreError(
-            problem(
-                "HS506",
-                where=f"{self._backend.location}/{key}",
-                severity=Severity.ERROR,
-                got="a link",
-                expected="a folder of the store: nothing is removed from where a link leads",
-                fix="put the folder itself where the link is, then give the command again",
-            )
-        )
 
     def _orphan(self, name: str) -> None:
         key = f"{SEGMENTS}/{name}"

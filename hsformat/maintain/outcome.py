@@ -17,7 +17,7 @@ class SegmentRepair:
     Attributes
     ----------
     action
-        ``replaced`` by another segment, ``ended`` by the removal of its ``zarr.json``, or ``superseded``: another
+        ``replaced`` by another segment, ``ended``: its ``zarr.json`` was set ``aside``, or ``superseded``: another
         process has replaced it meanwhile, and nothing was done.
     successor
         The segment that replaces it; None: none, or a dry run.
@@ -29,6 +29,8 @@ class SegmentRepair:
         Ids that an older segment has, too, and keeps.
     problems
         The damage, and of each lost record why it cannot be kept.
+    aside
+        Key in the store of the copy of its ``zarr.json``, if it was ended.
     """
 
     segment: str
@@ -38,6 +40,7 @@ class SegmentRepair:
     lost: tuple[str, ...]
     duplicates: tuple[str, ...]
     problems: tuple[Problem, ...]
+    aside: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data."""

@@ -8,12 +8,13 @@ of which a file cannot be read now is not damaged as far as anybody can tell, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from hsformat.maintain.aside import copy_aside
 from hsformat.maintain.outcome import RepairReport, SegmentRepair
-from hsformat.maintain.removing import removing
+from hsformat.maintain.removing import refuse_link, removing
 from hsformat.maintain.rewrite import producer_of, write_segment
 from hsformat.maintain.unreadable import WatchedSource
 from hsformat.problems import Problem, Severity, StoreError, problem
@@ -22,6 +23,7 @@ from hsformat.scan import CaptureStats
 from hsformat.store.backend import Backend, CountedSource, Locks, Place, Source
 from hsformat.store.commit import CommitRecord, Segments, load_commit, load_segments
 from hsformat.store.metadata import (
+    MAX_JSON_BYTES,
     SEGMENTS,
     ensure_segments,
     load_contract,
@@ -30,7 +32,8 @@ from hsformat.store.metadata import (
     segments_group_problems,
 )
 from hsformat.store.places import backend_for
-from hsformat.store.salvage import Salvage, known_ids
+from hsformat.store.remains import known_ids, recovered_commit
+from hsformat.store.salvage import Salvage
 from hsformat.store.verify import file_problems
 
 __all__ = ["repair_store"]
@@ -45,10 +48,11 @@ def repair_store(
 ) -> RepairReport:
     """Verify every file of every segment, and replace the segments that are damaged by what is left of them.
 
-    A segment of which nothing is left, or whose commit record is damaged, is ended: its ``zarr.json`` is removed; its
-    other files stay until they are collected (:func:`hsformat.maintain.gc_store`). Writers may be at work
-    meanwhile. On a disk a second repair of the store is refused while one is at work; on an object store, which has no
-    locks, two at once may leave records twice, which ``dedupe`` then removes.
+    A segment of which nothing is left, or whose commit record is damaged, is ended: its ``zarr.json`` is kept under
+    another name (:func:`hsformat.maintain.aside.copy_aside`); its files stay until they are collected
+    (:func:`hsformat.maintain.gc_store`). Writers may be at work meanwhile. On a disk a second repair of the store is
+    refused while one is at work; on an object store, which has no locks, two at once may leave records twice, which
+    ``dedupe`` then removes.
 
     Parameters
     ----------
@@ -112,11 +116,14 @@ class _Repair:
 
     def run(self) -> RepairReport:
         self._group()
+        recovered = self._recovered = self._recover()
         for name, (commit, problems) in self._segments.found.items():
             if name in self._segments.owners:
                 continue
             if commit is not None:
                 self._segment(commit)
+            elif name in recovered:
+                self._segment(recovered[name], problems)
             elif any(p.code == "HS504" for p in problems):
                 self._end_damaged(name, problems)
             else:  # not committed; of another version, or not readable now: that is no damage
@@ -139,6 +146,13 @@ class _Repair:
             problems = segments_group_problems(self._backend)
         self._report.problems += problems
 
+    def _recover(self) -> dict[str, CommitRecord]:
+        """Return commit records that are whole inside of a damaged ``zarr.json``; what they replace stays so."""
+        damaged = [n for n, (_, found) in self._segments.found.items() if any(p.code == "HS504" for p in found)]
+        out = {name: c for name in damaged if (c := recovered_commit(self._watched, name)) is not None}
+        self._segments.owners.update({old: c.name for c in out.values() for old in c.replaces})
+        return out
+
     def _is_unread(self, ids: Collection[str] = ()) -> bool:
         """Whether something could not be read since the last question; the report says so, and what stays with it."""
         problems = self._watched.problems()
@@ -148,7 +162,8 @@ class _Repair:
             self._left.update(ids)
         return bool(problems)
 
-    def _segment(self, commit: CommitRecord) -> None:
+    def _segment(self, commit: CommitRecord, about: Sequence[Problem] = ()) -> None:
+        """Keep a segment if it is whole, and replace it by what is; ``about``: what is wrong with its ``zarr.json``."""
         damaged = {
             key: found
             for key in commit.files
@@ -159,7 +174,7 @@ class _Repair:
         twice = [i for i in commit.ids if i in self._owners]
         if twice and not self._dedupe:
             self._report.problems += [self._duplicate(commit, i) for i in twice]
-        if not damaged and not (twice and self._dedupe):
+        if not damaged and not about and not (twice and self._dedupe):
             self._own(commit, commit.ids, commit.name)
             return
         duplicates = frozenset(twice if self._dedupe else ())
@@ -174,7 +189,7 @@ class _Repair:
                 if self._watched.failed:
                     return
 
-        successor, action = self._replace(commit, records, kept, duplicates)
+        successor, action, aside = self._replace(commit, records, kept, duplicates)
         if action is None:
             return
         self._warn_of_others(commit, duplicates)
@@ -187,7 +202,8 @@ class _Repair:
                 kept=len(kept),
                 lost=tuple(salvage.lost),
                 duplicates=tuple(i for i in commit.ids if i in duplicates),
-                problems=tuple(dict.fromkeys([*(p for found in damaged.values() for p in found), *why])),
+                problems=tuple(dict.fromkeys([*about, *(p for found in damaged.values() for p in found), *why])),
+                aside=aside,
             )
         )
         self._own(commit, kept, successor or commit.name)
@@ -198,19 +214,20 @@ class _Repair:
         records: Callable[[], Iterator[tuple[Record, dict[str, CaptureStats]]]],
         kept: list[str],
         duplicates: frozenset[str],
-    ) -> tuple[str | None, Literal["replaced", "ended", "superseded"] | None]:
+    ) -> tuple[str | None, Literal["replaced", "ended", "superseded"] | None, str | None]:
         """Write the records that are whole as the successor of a segment; end it if there are none.
 
         Returns
         -------
-        The successor and what was done; None and None: nothing, since not all of the segment could be read.
+        The successor, what was done (None: nothing, since not all of the segment could be read), and the key under
+        which the commit record of a segment that was ended is kept.
         """
         if self._dry_run:
             for _ in records():
                 pass
             if self._is_unread(commit.ids):
-                return None, None
-            return None, "replaced" if kept else "ended"
+                return None, None, None
+            return None, "replaced" if kept else "ended", None
         name, self._n = f"{self._writer}-{self._n}", self._n + 1
 
         def producer() -> dict[str, Any]:
@@ -228,12 +245,13 @@ class _Repair:
             wanted=lambda: not self._watched.failed and not self._superseded(commit.name),
         )
         if committed:
-            return name, "replaced"
+            return name, "replaced", None
         if self._is_unread(commit.ids):
-            return None, None
+            return None, None, None
         if kept:
-            return None, "superseded"
-        return (None, "ended") if self._end(commit.name, commit.ids) else (None, None)
+            return None, "superseded", None
+        done, aside = self._end(commit.name, commit.ids)
+        return None, "ended" if done else None, aside
 
     def _superseded(self, name: str) -> bool:
         """Whether another process has replaced or ended a segment since this one began, or may have."""
@@ -245,33 +263,43 @@ class _Repair:
 
     def _end_damaged(self, name: str, problems: list[Problem]) -> None:
         lost = known_ids(self._source, f"{SEGMENTS}/{name}")
-        if self._is_unread() or not (self._dry_run or self._end(name)):
+        size = self._watched.size(f"{SEGMENTS}/{name}/zarr.json") or 0
+        if self._is_unread():
             return
-        self._report.segments.append(
-            SegmentRepair(
-                segment=name,
-                action="ended",
-                successor=None,
-                kept=0,
-                lost=tuple(lost),
-                duplicates=(),
-                problems=tuple(problems),
+        if size > MAX_JSON_BYTES:  # no writer's; what it is, and whether it may go, is for its owner to say
+            self._report.problems += [replace(p, fix="move this file out of the store; repair again") for p in problems]
+            return
+        done, aside = (True, None) if self._dry_run else self._end(name)
+        if done:
+            self._report.segments.append(
+                SegmentRepair(
+                    segment=name,
+                    action="ended",
+                    successor=None,
+                    kept=0,
+                    lost=tuple(lost),
+                    duplicates=(),
+                    problems=tuple(problems),
+                    aside=aside,
+                )
             )
-        )
 
-    def _end(self, name: str, ids: Collection[str] = ()) -> bool:
-        """Remove a segment's commit record, and before it those of the segments that it replaces: they stay ended.
+    def _end(self, name: str, ids: Collection[str] = ()) -> tuple[bool, str | None]:
+        """Set a segment's commit record aside, and before it those of the segments that it replaces: they stay ended.
 
         Returns
         -------
-        Whether that was done: not if one of them cannot be read now, which may name others.
+        Whether that was done: not if one of them cannot be read now, which may name others. And where it is kept.
         """
         ending = self._ending(name, [])
+        for each in ending:
+            refuse_link(self._backend, f"{SEGMENTS}/{each}")
+        copies = [copy_aside(self._watched, self._backend, each) for each in ending]
         if self._is_unread(ids):
-            return False
+            return False, None
         for each in ending:
             self._remove(f"{SEGMENTS}/{each}/zarr.json")
-        return True
+        return True, copies[-1]
 
     def _remove(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError), removing(f"{self._backend.location}/{key}"):
@@ -280,7 +308,7 @@ class _Repair:
     def _ending(self, name: str, seen: list[str]) -> list[str]:
         """Return the segments that end with one, each after those that it replaces."""
         seen.append(name)
-        commit, _ = load_commit(self._watched, name)
+        commit = self._recovered.get(name) or load_commit(self._watched, name)[0]
         older = [n for old in (commit.replaces if commit else ()) if old not in seen for n in self._ending(old, seen)]
         return [*older, name]
 

@@ -68,7 +68,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def snapshot(path: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    """Return all files but copies of commit records, which change nothing for anybody."""
+    return {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.suffix != ".aside"}
 
 
 def untouched(path: Path, before: dict[Path, bytes], report: RepairReport, *, records: int = 4) -> None:
@@ -116,7 +117,7 @@ def test_commit_record_that_cannot_be_read_when_its_segment_ends(path: Path) -> 
     first = segment_names(LocalBackend(str(path)))[0]
     (path / "segments" / first / "input_ids/c/0").unlink()
     before, met = snapshot(path), 0
-    for at in range(1, 9):  # at 0, when the store is opened: the segment is passed over
+    for at in range(1, 20):  # at 0, when the store is opened: the segment is passed over
         backend = Failing(path, f"{first}/zarr.json", at=at)
         report = repair_store(backend)
         if backend.asked <= at:
