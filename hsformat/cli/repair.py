@@ -46,6 +46,8 @@ def lines(report: Any) -> list[str]:
         by = f" by {s.successor}" if s.successor else ""
         done = "replaced meanwhile by another process" if s.action == "superseded" else f"{would}{s.action}{by}"
         out.append(f"segment {s.segment}: {done}; {s.kept:,} record(s) kept, {len(s.lost):,} lost")
+        if s.aside:
+            out.append(f"  its zarr.json is kept as {s.aside}")
         problems = [p for p in s.problems if p.record is None] or list(s.problems)  # of each record the cause is there
         out += [f"  {p.code} {p.where}: got {p.got}; expected {p.expected}" for p in problems[:SHOWN]]
         if len(problems) > SHOWN:

@@ -63,8 +63,7 @@ def duplicates(stored: Store) -> list[Problem]:
             where=f"{stored.path}: segments of writers {a} and {b}",
             got=f"{len(ids)} id(s) in both, such as {ids[0]!r}",
             expected="one record of each id; two runs into one store are given different data",
-            fix=f"remove all segments of one of them, for example: rm -r {stored.path}/segments/{b}-*; then give the "
-            "same command again, which extracts what is missing",
+            fix=f"once both runs are at their end: hsformat repair --dedupe {stored.path} keeps one record of each id",
             record=ids[0],
         )
         for (a, b), ids in shared.items()

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from hsformat.maintain.gc import GcReport, Removed, gc_store
 from hsformat.maintain.merge import MergeReport, merge_stores
-from hsformat.maintain.repair import RepairReport, SegmentRepair, repair_store
+from hsformat.maintain.outcome import RepairReport, SegmentRepair
+from hsformat.maintain.repair import repair_store
 
 __all__ = [
     "GcReport",

@@ -14,8 +14,9 @@ from typing import Any
 
 from hsformat.maintain.copying import copy_segment
 from hsformat.maintain.finalnorm import FinalNormWeights, converted_records
+from hsformat.maintain.outcome import RepairReport
 from hsformat.maintain.plan import Plan, Step, plan_merge
-from hsformat.maintain.repair import RepairReport, repair_store
+from hsformat.maintain.repair import repair_store
 from hsformat.maintain.rewrite import producer_of, write_segment
 from hsformat.problems import ExitCode, Problem, StoreError, exit_code
 from hsformat.store.backend import Place

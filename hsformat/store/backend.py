@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,8 @@ __all__ = [
     "Data",
     "Distant",
     "Entry",
+    "HasFolders",
+    "Locks",
     "OpenObject",
     "Opens",
     "Part",
@@ -75,6 +78,27 @@ class Distant(Protocol):
 
     requests_at_once: int
     """Small objects that are worth reading at once, in threads."""
+
+
+@runtime_checkable
+class HasFolders(Protocol):
+    """What a place may have beside where a folder may be there without an object in it. May be left out."""
+
+    def touched(self, key: str) -> float | None:
+        """Return when anything was last made in a folder or below it, in seconds since 1970; None: there is none."""
+        ...
+
+
+@runtime_checkable
+class Locks(Protocol):
+    """What a place may have beside where processes can keep each other out. May be left out; writers need it not."""
+
+    def lock(self, key: str) -> AbstractContextManager[None]:
+        """Hold an object until the end of the block or of the process; nobody who only reads or writes is kept out.
+
+        BlockingIOError: somebody else holds it. Where that cannot be done, nothing is held.
+        """
+        ...
 
 
 class Sink(Protocol):
@@ -146,14 +170,15 @@ class Backend(Source, Protocol):
     def discard(self, key: str) -> None:
         """Remove everything under a key, as far as that is possible; for what was never published.
 
-        FileExistsError, and nothing is removed, if it was: if there is a ``zarr.json`` directly under the key.
+        FileExistsError, and nothing is removed, if it was: if there is a ``zarr.json`` directly under the key. Where
+        links are, they are removed, and nothing that they lead to.
         """
         ...
 
     def listing(self, key: str) -> list[Entry]:
         """Return all objects under a key, however deep, sorted by key; empty if there is nothing.
 
-        Those of the whole place if the key is empty.
+        Those of the whole place if the key is empty. A link to a folder is one object, alone under its own key.
         """
         ...
 

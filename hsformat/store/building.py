@@ -6,6 +6,7 @@ that the threads of the ``encoder`` have in hand. What is one value a record wai
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -93,7 +94,8 @@ class Building:
         Raises
         ------
         OSError
-            It is not known whether the segment is committed.
+            It is not known whether the segment is committed. FileNotFoundError: files of it were removed meanwhile, and
+            it is not.
         """
         rows, pending, contract = list(self._pending.rows.values()), self._pending, self._contract
         specs = self._specs(positions=any(r.positions is not None for r in rows))
@@ -130,8 +132,16 @@ class Building:
         )
         record = group_json(seal(members))
         self._backend.settle(self.prefix)
+        self._check_all_there()
         self._backend.publish(f"{self.prefix}/zarr.json", record)
         return sum(f.size for f in self._files.values())
+
+    def _check_all_there(self) -> None:
+        """Raise FileNotFoundError where files are gone or cut: to a garbage collector, a writer that pauses is dead."""
+        found = {e.key.removeprefix(f"{self.prefix}/"): e.size for e in self._backend.listing(self.prefix)}
+        if wrong := [key for key, entry in self._files.items() if found.get(key) != entry.size]:
+            got = f"{len(wrong)} of {len(self._files)} files that were written are gone or cut, such as {wrong[0]}"
+            raise FileNotFoundError(errno.ENOENT, f"{got}: removed by gc, as those of a writer that was killed?")
 
     def _close(self, spec: ArraySpec) -> None:
         size, sum_ = self._lanes[spec.name].shard.finish()

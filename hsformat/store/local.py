@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,9 @@ from hsformat.store.backend import Data, Entry, OpenObject, Part, RangedObject
 __all__ = ["LocalBackend"]
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
+"""What a file system without locks says, or one that does not lock what this user may not write."""
 
 
 class LocalBackend:
@@ -65,11 +68,15 @@ class LocalBackend:
 
     def size(self, key: str) -> int | None:
         """Return the size of a regular file; None if there is none."""
-        path = self._root / key
         try:
-            return path.stat().st_size if path.is_file() else None
-        except FileNotFoundError:
+            about = os.stat(self._root / key)
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as e:
+            if e.errno == errno.ELOOP:  # links that lead to each other are no file
+                return None
+            raise  # Path.is_file would say that there is none, in some versions of Python
+        return about.st_size if stat.S_ISREG(about.st_mode) else None
 
     def folders(self, key: str) -> list[str]:
         """Return the names of the folders under a key, sorted."""
@@ -118,34 +125,92 @@ class LocalBackend:
                 break
 
     def discard(self, key: str) -> None:
-        """Remove files, then folders, deepest first; nothing if the commit record is there or may be."""
-        published = self._root / key / "zarr.json"
+        """Remove files and links, then folders, deepest first; nothing if the commit record is there or may be."""
+        top = self._inside(key)
+        if os.path.islink(top):
+            raise _behind(top)
         with contextlib.suppress(FileNotFoundError):
-            published.lstat()
-            raise FileExistsError(errno.EEXIST, "published, and not removed", str(published))
-        for folder, _, files in os.walk(self._root / key, topdown=False):
-            for name in files:
-                with contextlib.suppress(OSError):
+            (top / "zarr.json").lstat()
+            raise FileExistsError(errno.EEXIST, "published, and not removed", str(top / "zarr.json"))
+        errors: list[OSError] = []
+        for folder, folders, files in os.walk(top, topdown=False, onerror=errors.append):
+            for name in [*files, *_links(folder, folders)]:
+                try:
                     (Path(folder) / name).unlink()
-            with contextlib.suppress(OSError):
+                except OSError as e:
+                    errors.append(e)
+            try:
                 Path(folder).rmdir()
+            except OSError as e:
+                errors.append(e)
+        if left := [e for e in errors if not isinstance(e, FileNotFoundError)]:
+            raise left[0]  # those that follow are of the folders that hold what stays
 
     def listing(self, key: str) -> list[Entry]:
-        """Return all files under a folder."""
-        out = []
-        for folder, _, files in os.walk(self._root / key):
-            for name in files:
+        """Return all files under a folder, and links, none of which is followed."""
+        top, out = self._root / key, []
+        if key and os.path.islink(top):
+            about = top.lstat()
+            return [Entry(key, about.st_size, about.st_mtime)]
+        for folder, folders, files in os.walk(top, onerror=_raise_unless_gone):
+            for name in [*files, *_links(folder, folders)]:
                 path = Path(folder) / name
                 with contextlib.suppress(FileNotFoundError):  # removed by somebody else meanwhile
-                    about = path.stat()
+                    about = path.lstat()
                     out.append(Entry(path.relative_to(self._root).as_posix(), about.st_size, about.st_mtime))
         return sorted(out)
 
+    def touched(self, key: str) -> float | None:
+        """Return when the newest of the folders under a key, and of itself, was changed."""
+        times = []
+        for folder, _, _ in os.walk(self._root / key, onerror=_raise_unless_gone):
+            with contextlib.suppress(FileNotFoundError):
+                times.append(os.stat(folder).st_mtime)
+        return max(times, default=None)
+
     def remove(self, key: str) -> None:
         """Remove a file, and flush its folder."""
-        path = self._root / key
+        path = self._inside(key)
         path.unlink()
         _sync_folder(path.parent)
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Hold a file, on other machines as well where the disk is shared and its file system says so."""
+        with contextlib.ExitStack() as stack:
+            if (fd := self._open_to_lock(key)) is not None:
+                import fcntl
+
+                stack.callback(os.close, fd)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as e:
+                    if e.errno not in _NO_LOCKS:
+                        raise
+            yield
+
+    def _open_to_lock(self, key: str) -> int | None:
+        if os.name == "nt":  # where a lock would keep readers out
+            return None
+        for flags in (os.O_RDWR, os.O_RDONLY):  # NFS locks what may be written alone
+            with contextlib.suppress(OSError):
+                return os.open(self._root / key, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+        return None
+
+    def _inside(self, key: str) -> Path:
+        """Return the path of a key that is in the store's own folder; where a link leads may be anything.
+
+        Raises
+        ------
+        OSError
+            A folder on the way to it is a link.
+        """
+        path = self._root
+        for part in key.split("/")[:-1]:
+            path /= part
+            if os.path.islink(path):
+                raise _behind(path)
+        return self._root / key
 
 
 class LocalSink:
@@ -201,6 +266,20 @@ class LocalFile:
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+
+
+def _behind(link: Path) -> OSError:
+    return OSError(errno.ELOOP, "a link: nothing that it leads to is removed", str(link))
+
+
+def _links(folder: str, names: Sequence[str]) -> list[str]:
+    """Return those of the folders in a folder that are links."""
+    return [name for name in names if os.path.islink(os.path.join(folder, name))]
+
+
+def _raise_unless_gone(e: OSError) -> None:
+    if not isinstance(e, (FileNotFoundError, NotADirectoryError)):
+        raise e
 
 
 def _open_at_once(path: str, flags: int) -> int:

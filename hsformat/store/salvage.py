@@ -1,39 +1,40 @@
 """What can still be read of a damaged segment, record by record, and is proved to be what was written.
 
-Three things prove it. A file whose checksum is right is what was written. A chunk whose CRC-32C is right is part of
-the file if other chunks of it are not (damage that was found), and not if none is: then the file is another one. And
-the statistics of each record, from a file that is whole, tell whose states they are: they confirm what was found in a
-shard whose index is lost, chunk after chunk from its beginning.
+Three things prove it. A file whose checksum is right is what was written; of a shard whose index is damaged, so is one
+whose checksum is right with the index that its chunks must have had. A chunk whose CRC-32C is right is part of the
+file if other chunks of it are not (damage that was found), and not if none is, or if the file is shorter and whole:
+then it is another one. And the statistics of each record, from a file that is whole, tell whose states they are: they
+confirm what was found in a shard whose index is lost, chunk after chunk from its beginning.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hsformat.checks import check_record
 from hsformat.contract import Contract
+from hsformat.digests import Checksum
 from hsformat.problems import Problem, Severity, StoreError, problem
 from hsformat.record import Record
 from hsformat.scan import CaptureStats
-from hsformat.store.array_json import ArraySpec, check_array_json, check_length
 from hsformat.store.backend import Source
-from hsformat.store.codec import CRC_BYTES, DamagedChunk
+from hsformat.store.codec import CRC_BYTES, index_bytes
 from hsformat.store.commit import CommitRecord
-from hsformat.store.metadata import MAX_JSON_BYTES, json_object
 from hsformat.store.native import NativeArray
 from hsformat.store.segment import SegmentReader
+from hsformat.store.shards import encode_index, parse_index
 from hsformat.store.verify import INDEX_ARRAYS
 
-__all__ = ["Salvage", "known_ids"]
+__all__ = ["Salvage"]
 
 _BLOSC_HEADER = struct.Struct("<BBBBIII")  # version, its own version, flags, typesize, nbytes, blocksize, cbytes
-_SMALL: dict[str, np.dtype[Any]] = {"ids": np.dtype(np.uint8), "id_offsets": np.dtype("<i8")}
+_BLOCK = 8 * 1024 * 1024
+"""Bytes in memory."""
+
 _MEAN_TOLERANCE = 1e-4
 """Relative; sums of squares depend on their order by less."""
 
@@ -96,12 +97,15 @@ class Salvage:
                 continue
             confirmed = spec.axis == "state" and self._recorded(name) is not None
             located = spec.axis == "token" and self._is_located(name)
-            if not confirmed and not located:
+            if not (confirmed or located or self._is_rebuilt(name)):
                 out += self._damaged[f"{name}/{spec.file}"]
         return out
 
     def _is_located(self, name: str) -> bool:
         """Whether some chunk of a damaged array of tokens is found to be damaged; otherwise it is another file."""
+        walked = self._reader.walked(name)
+        if walked is not None and (not walked.found or walked.is_whole):
+            return False
         for row in range(self._commit.records):
             start = self._commit.token_starts[row]
             try:
@@ -109,6 +113,11 @@ class Salvage:
             except StoreError:
                 return True
         return False
+
+    def _is_rebuilt(self, name: str) -> bool:
+        """Whether the file is what was written, but for an index that its chunks must have had, or what follows it."""
+        walked, file = self._reader.walked(name), self._commit.files[f"{name}/{self._specs[name].file}"]
+        return walked is not None and walked.checksum() == file.checksum
 
     def _recorded(self, name: str) -> npt.NDArray[np.float32] | None:
         """Return the statistics [R, 2] of a capture; None if their own file is not what was written."""
@@ -156,6 +165,11 @@ class _DamagedReader(SegmentReader):
             return e.problems
         return []
 
+    def walked(self, name: str) -> _WalkedArray | None:
+        """Return an opened array whose index is damaged; None: it is not, or there is none."""
+        array = self._opened.get(name)
+        return array if isinstance(array, _WalkedArray) else None
+
     def _open(self, name: str) -> NativeArray:
         spec, prefix = self._specs[name], f"{self.commit.prefix}/{name}"
         entry, key = self.commit.files.get(f"{name}/zarr.json"), f"{name}/{spec.file}"
@@ -167,17 +181,28 @@ class _DamagedReader(SegmentReader):
         if size is None:
             where, expected = f"{self._source.location}/{prefix}/{spec.file}", "every chunk of the array"
             raise StoreError(problem("HS503", where=where, got="no file", expected=expected))
-        if size == self.commit.files[key].size or spec.axis != "state":
+        sizes = {spec.file: size}
+        if size == self.commit.files[key].size or not spec.sharded:
             try:
-                return NativeArray(self._source, prefix, spec, encoding, {spec.file: size})
+                return NativeArray(self._source, prefix, spec, encoding, sizes)
             except StoreError:
-                if spec.axis != "state" or key not in self._damaged:
+                if not spec.sharded or key not in self._damaged:
                     raise
-        return _WalkedArray(self._source, prefix, spec, encoding, {spec.file: size})
+        return _WalkedArray(self._source, prefix, spec, encoding, sizes)
 
 
 class _WalkedArray(NativeArray):
-    """A shard whose index is lost or cut off: its chunks are taken to follow each other, as writers write them."""
+    """A shard whose index is lost or cut off: its chunks are taken to follow each other, as writers write them.
+
+    Attributes
+    ----------
+    found
+        Chunks, from the first on, for which there are bytes.
+    is_whole
+        Whether the file ends with an index of no more chunks than were found, though it should have more.
+    """
+
+    found = 0
 
     def _read_index(self, size: int) -> npt.NDArray[np.int64]:
         index = np.zeros((-(-self._spec.shape[0] // self._rows), 2), np.int64)  # 0 bytes: not found, hence damaged
@@ -188,7 +213,30 @@ class _WalkedArray(NativeArray):
                 break
             index[chunk] = at, length
             at += length
+            self.found = chunk + 1
+        self.is_whole = self.found < len(index) and self._has_index(size)
         return index
+
+    def _has_index(self, size: int) -> bool:
+        tail = np.empty(min(size, index_bytes(self.found)), np.uint8)
+        self._fill(size - len(tail), [tail])
+        for chunks in range(1, self.found + 1):
+            data = tail[len(tail) - index_bytes(chunks) :] if index_bytes(chunks) <= len(tail) else tail[:0]
+            if len(data) and not data[:8].any() and not parse_index(data, chunks=chunks, size=size, where="")[1]:
+                return True
+        return False
+
+    def checksum(self) -> str | None:
+        """Return that of its chunks with the index that they must have had; None: not all were found."""
+        if self.found < len(self._starts):
+            return None
+        total, end = Checksum(), self._starts[-1] + self._lengths[-1]
+        for start in range(0, end, _BLOCK):
+            data = np.empty(min(_BLOCK, end - start), np.uint8)
+            self._fill(start, [data])
+            total.update(data)
+        total.update(encode_index(list(zip(self._starts, self._lengths, strict=True))))
+        return str(total)
 
     def _length(self, at: int, size: int) -> int:
         """Return the length of the chunk that begins here; 0 if none does."""
@@ -200,40 +248,3 @@ class _WalkedArray(NativeArray):
         self._fill(at, [data])
         *_, nbytes, _, cbytes = _BLOSC_HEADER.unpack(data.tobytes())
         return cbytes + CRC_BYTES if nbytes == self._chunk_bytes else 0
-
-
-def known_ids(source: Source, prefix: str) -> list[str]:
-    """Return the ids of a segment whose commit record is damaged, from its arrays; empty if those do not say."""
-    arrays = []
-    for name in ("id_offsets", "ids"):
-        array = _small_array(source, f"{prefix}/{name}", name)
-        if array is None:
-            return []
-        arrays.append(array)
-    offsets, text = arrays
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(text) or (np.diff(offsets) <= 0).any():
-        return []
-    data = text.tobytes()
-    try:
-        return [data[a:b].decode() for a, b in pairwise(offsets.tolist())]
-    except UnicodeDecodeError:
-        return []
-
-
-def _small_array(source: Source, prefix: str, name: str) -> npt.NDArray[Any] | None:
-    """Read an array of one chunk by its own metadata; its CRC-32C vouches for it. None: it cannot be read."""
-    where = f"{source.location}/{prefix}"
-    try:
-        raw = source.read(f"{prefix}/zarr.json", 0, MAX_JSON_BYTES + 1)
-        data = json_object(raw)
-        shape = data.get("shape") if isinstance(data, dict) else None
-        if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int or not 0 < shape[0] < 2**31:
-            return None
-        spec = ArraySpec(name=name, shape=(shape[0],), dtype=_SMALL[name])
-        encoding, problems = check_array_json(raw, spec, where=where)
-        size = source.size(f"{prefix}/{spec.file}")
-        if problems or size is None or check_length(spec, encoding, size, where=where):
-            return None
-        return NativeArray(source, prefix, spec, encoding, {spec.file: size}).read(slice(None))
-    except (OSError, StoreError, DamagedChunk):
-        return None

@@ -19,7 +19,7 @@ from hsformat.problems import Problem, problem
 from hsformat.store.backend import Bytes, Sink
 from hsformat.store.codec import CRC_BYTES, Codec, DamagedChunk, check_crc, crc32c, encode_chunk
 
-__all__ = ["ShardWriter", "encode_shard", "padding", "parse_index"]
+__all__ = ["ShardWriter", "encode_index", "encode_shard", "padding", "parse_index"]
 
 _ABSENT = 2**64 - 1
 """Offset or length in the index of a chunk that is not stored."""
@@ -76,10 +76,11 @@ def encode_shard(array: npt.NDArray[Any], chunk_rows: int, codec: Codec) -> byte
         index.append((at, sum(map(len, encoded))))
         at += index[-1][1]
         parts += encoded
-    return b"".join([*map(bytes, parts), _encode_index(index)])
+    return b"".join([*map(bytes, parts), encode_index(index)])
 
 
-def _encode_index(index: list[tuple[int, int]]) -> bytes:
+def encode_index(index: list[tuple[int, int]]) -> bytes:
+    """Return the index of a shard from the offset and the length of each chunk."""
     data = b"".join(struct.pack("<QQ", *entry) for entry in index)
     return data + struct.pack("<I", crc32c(data))
 
@@ -159,7 +160,7 @@ class ShardWriter:
         """
         if self.error is not None:
             raise self.error
-        self._put(_encode_index(self._index))
+        self._put(encode_index(self._index))
         self._sink.close()
         return self.nbytes, str(self._checksum)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from factories import tiny_contract, tiny_record
 
 import hsformat as hs
 from hsformat.extraction import ExtractionRequest, Rejected, extract_to_store
+from hsformat.maintain import repair_store
 from hsformat.problems import Problem, Severity, problem
 from hsformat.record import Generation, Provenance, Record, TokenSample
 from hsformat.store.pending import Pending
@@ -326,10 +326,9 @@ def test_two_runs_of_the_same_data_at_once_are_found_out(out):
     assert fake.inner.exit_code == 0
     assert (report.exit_code, [p.code for p in report.problems]) == (1, ["HS107"])
     assert "3 id(s) in both" in report.problems[0].got
+    assert f"hsformat repair --dedupe {report.problems[0].where.partition(': ')[0]}" in report.problems[0].fix
     assert run(Fake(), map(sample, range(5)), out).exit_code == 1  # as long as they are there
-    writers = sorted({s.writer for s in hs.open(out).segments})
-    for folder in (out / "segments").glob(f"{writers[0]}-*"):  # as the fix says
-        shutil.rmtree(folder)
+    assert repair_store(out, dedupe=True).lost == []  # as the fix says
     report = run(Fake(), map(sample, range(5)), out)
     assert (report.exit_code, sorted(hs.open(out).ids)) == (0, [f"s{i}" for i in range(5)])
 

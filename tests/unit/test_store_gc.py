@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 import hsformat.store as hs
 from hsformat.cli.commands import app
 from hsformat.maintain import gc_store, merge_stores, repair_store
+from hsformat.problems import StoreError
 from hsformat.store.local import LocalBackend
 from hsformat.store.metadata import segment_names
 
@@ -104,7 +106,7 @@ def test_replaced_files_go_before_those_of_the_segment_that_names_them(
     second, third = damaged_again(path, second)
     age(path, 48)
     monkeypatch.setattr(LocalBackend, "discard", fail)
-    with pytest.raises(OSError, match="stopped"):
+    with pytest.raises(StoreError, match="stopped"):
         gc_store(path)
     monkeypatch.undo()
     assert not (path / "segments" / first / "zarr.json").exists()
@@ -147,6 +149,38 @@ def test_damaged_commit_record_is_no_orphan(path: Path) -> None:
     (path / "segments" / names(path)[0] / "zarr.json").write_text("{")
     age(path, 48)
     assert gc_store(path).removed == []
+
+
+@pytest.mark.parametrize("gone", ["all", "one", "cut"])
+def test_writer_whose_files_were_taken_says_so(path: Path, gone: str) -> None:
+    writer = hs.append(path, chunk_tokens=16)
+    writer.append(tiny_record(CONTRACT, "w0", tokens=20))
+    (paused,) = set(names(path)) - {s.name for s in hs.open(path).segments}
+    folder = path / "segments" / paused
+    if gone == "all":
+        age(folder, 48)
+        assert [r.key for r in gc_store(path).removed] == [f"segments/{paused}"]
+    elif gone == "one":
+        (folder / "hidden/d1/c/0/0").unlink()
+    writer.append(tiny_record(CONTRACT, "w1", tokens=20))
+    if gone == "cut":
+        file = (folder / "input_ids/c/0").open("r+b")
+        with file, pytest.MonkeyPatch.context() as patch:
+            settle = LocalBackend.settle
+            patch.setattr(LocalBackend, "settle", lambda self, key: (settle(self, key), file.truncate(3)))
+            with pytest.raises(StoreError) as e:
+                writer.close()
+    else:
+        with pytest.raises(StoreError) as e:
+            writer.close()
+    (found,) = e.value.problems
+    assert (found.code, found.severity) == ("HS506", "error")
+    assert "gone or cut" in found.got
+    assert "2 record(s) not committed" in found.got
+    assert hs.open(path).ids == ["r0", "r1", "r2"]
+    with hs.append(path) as again:
+        again.append(tiny_record(CONTRACT, "w0", tokens=20))
+    assert hs.open(path).ids[3:] == ["w0"]
 
 
 WRITE = """
@@ -222,13 +256,147 @@ def test_segment_that_is_committed_meanwhile_stays(path: Path, monkeypatch: pyte
     assert len(hs.open(path)) == 3
 
 
-def test_what_cannot_be_removed_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path / "segments/0a-0").mkdir()
-    (path / "segments/0a-0/ids").write_bytes(b"y")
-    age(path / "segments/0a-0", 48)
-    monkeypatch.setattr(LocalBackend, "discard", lambda *_: None)
-    with pytest.raises(OSError, match="cannot be removed"):
+def orphan(path: Path, name: str = "0a-0") -> Path:
+    (path / "segments" / name).mkdir()
+    (path / "segments" / name / "ids").write_bytes(b"y")
+    age(path / "segments" / name, 48)
+    return path / "segments" / name
+
+
+@pytest.mark.parametrize("method", ["unlink", "rmdir"])
+def test_what_cannot_be_removed_is_said(path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    orphan(path)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, method, read_only)
+    with pytest.raises(StoreError) as e:
         gc_store(path)
+    (found,) = e.value.problems
+    assert (found.code, found.severity) == ("HS506", "error")
+    assert "Read-only file system" in found.got
+    assert found.where.endswith("segments/0a-0")
+
+
+def test_what_is_still_there_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orphan(path)
+    monkeypatch.setattr(LocalBackend, "discard", lambda *_: None)
+    with pytest.raises(StoreError, match="still there"):
+        gc_store(path)
+
+
+def test_what_cannot_be_listed_is_no_orphan(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its newest file may be in the folder that could not be read."""
+    young = orphan(path) / "hidden"
+    young.mkdir()
+    (young / "0").write_bytes(b"a writer's")
+    real = os.scandir
+
+    def scan(top: object = ".") -> object:
+        if str(top).endswith("hidden") and "0a-0" in str(top):
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+        return real(top)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(OSError, match="timed out"):
+        gc_store(path)
+    monkeypatch.undo()
+    assert (young / "0").exists()
+
+
+def test_empty_folder_goes_when_it_is_old(path: Path) -> None:
+    folder = path / "segments/0a-0/hidden/d1/c/0"
+    folder.mkdir(parents=True)
+    assert [(r.kind, r.objects) for r in gc_store(path).kept] == [("orphan", 0)]
+    for one in (folder, *folder.parents[:4]):
+        os.utime(one, (time.time() - 48 * 3600,) * 2)
+    os.utime(folder.parent)
+    assert gc_store(path).removed == []
+    os.utime(folder.parent, (time.time() - 48 * 3600,) * 2)
+    assert [r.key for r in gc_store(path).removed] == ["segments/0a-0"]
+    assert hs.open(path).problems == []
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder outside of the store, which must not change."""
+    home = tmp_path / "home"
+    (home / "hidden/d1").mkdir(parents=True)
+    for name in ("letter", "hidden/d1/photo", ".zarr.json.01.partial"):
+        (home / name).write_text(name)
+    age(home, 48)
+    before = {p: p.lstat().st_mtime_ns for p in home.rglob("*")}
+    yield home
+    assert {p: p.lstat().st_mtime_ns for p in home.rglob("*")} == before
+
+
+def test_link_in_place_of_a_segment_stays(path: Path, home: Path) -> None:
+    (path / "segments/0a-0").symlink_to(home)
+    os.utime(path / "segments/0a-0", (0, 0), follow_symlinks=False)
+    report = gc_store(path)
+    assert ([(r.kind, r.key) for r in report.kept], report.removed) == ([("link", "segments/0a-0")], [])
+    assert (path / "segments/0a-0").is_symlink()
+    with pytest.raises(OSError, match="link"):
+        LocalBackend(str(path)).discard("segments/0a-0")
+    for key in ("segments/0a-0/letter", "segments/0a-0/hidden/d1/photo"):
+        with pytest.raises(OSError, match="link"):
+            LocalBackend(str(path)).remove(key)
+
+
+def test_links_inside_of_an_orphan_go_and_what_they_lead_to_stays(path: Path, home: Path) -> None:
+    folder = orphan(path)
+    for name, target in (
+        ("hidden", home),
+        ("stats", home / "hidden"),
+        ("zarr", home / "letter"),
+        ("gone", path / "no"),
+    ):
+        (folder / name).symlink_to(target)
+    assert gc_store(path).removed == []  # a link counts by its own age
+    for link in folder.iterdir():
+        os.utime(link, (0, 0), follow_symlinks=False)
+    (removed,) = gc_store(path).removed
+    assert (removed.key, removed.objects) == ("segments/0a-0", 5)
+    assert not folder.exists()
+
+
+def test_nothing_is_removed_behind_a_link_to_all_segments(path: Path, home: Path) -> None:
+    (home.parent / "x").mkdir()
+    (path / "segments").rename(home.parent / "x/segments")
+    (path / "segments").symlink_to(home.parent / "x/segments")
+    folder = orphan(path)
+    with pytest.raises(StoreError) as e:
+        gc_store(path)
+    assert [(p.code, p.severity) for p in e.value.problems] == [("HS506", "error")]
+    assert folder.exists()
+    assert len(hs.open(path)) == 3
+
+
+def test_a_link_to_the_store_is_the_store(path: Path) -> None:
+    folder = orphan(path)
+    (path.parent / "link").symlink_to(path)
+    assert [r.key for r in gc_store(path.parent / "link").removed] == ["segments/0a-0"]
+    assert not folder.exists()
+
+
+def test_segment_that_is_a_link_is_repaired_and_nothing_is_removed_behind_it(path: Path) -> None:
+    name = names(path)[0]
+    elsewhere = (path / "segments" / name).rename(path.parent / "elsewhere")
+    (path / "segments" / name).symlink_to(elsewhere)
+    age(elsewhere, 48)
+    assert len(hs.open(path)) == 3
+    _, successor = damaged(path)
+    assert successor
+    age(path, 48)
+    files = {p: p.lstat().st_mtime_ns for p in elsewhere.rglob("*")}
+    report = gc_store(path)
+    assert ([(r.kind, r.key) for r in report.kept], report.removed) == ([("link", f"segments/{name}")], [])
+    (path / "segments" / successor / "input_ids/c/0").unlink()  # nothing is left: it ends, and before it the first
+    with pytest.raises(StoreError) as e:
+        repair_store(path)
+    assert [(p.code, p.severity) for p in e.value.problems] == [("HS506", "error")]
+    assert {p: p.lstat().st_mtime_ns for p in elsewhere.rglob("*")} == files
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +221,7 @@ def test_intact_tokens_of_another_segment_are_not_taken_for_its_own(path: Path, 
 def test_damaged_commit_record_ends_its_segment_and_its_ids_are_told(path: Path) -> None:
     segment = first(path)
     flip(segment / "zarr.json", 200)
+    before = (segment / "zarr.json").read_bytes()
     with pytest.raises(StoreError):
         hs.open(path)
     assert hs.open(path, damaged="skip").ids == ["s0"]
@@ -227,7 +231,89 @@ def test_damaged_commit_record_ends_its_segment_and_its_ids_are_told(path: Path)
     report = repair_store(path)
     assert not (segment / "zarr.json").exists()
     assert (segment / "hidden/d1/c/0/0").exists()  # a copy of zarr.json would bring it back
+    assert (path / (report.segments[0].aside or "")).read_bytes() == before
     check(path, report, set(WANTED))
+
+
+@pytest.mark.parametrize("broken", [b'{"zarr_format": 3', b'"node_type', b'"attributes"', b'": {"hsformat', b"}}"])
+def test_commit_record_in_a_damaged_file_costs_nothing(path: Path, broken: bytes) -> None:
+    """Whatever surrounds it; what it had replaced stays so."""
+    flip(first(path) / "hidden/d2/c/0/0", 30)
+    (segment,) = repair_store(path).segments
+    file = path / "segments" / (segment.successor or "") / "zarr.json"
+    before, found, after = file.read_bytes().rpartition(broken)
+    file.write_bytes(before + b"?" * len(found) + after)
+    report = repair_store(path)
+    assert [(s.action, s.kept, s.lost) for s in report.segments] == [("replaced", 5, ())]
+    assert [p.code for s in report.segments for p in s.problems] == ["HS504"]
+    assert sorted(hs.open(path).ids) == ["r1", "r2", "r3", "r4", "r5", "s0"]
+    for r in RECORDS[1:]:
+        assert_same_record(hs.open(path)[r.id], r)
+    assert repair_store(path).segments == []
+
+
+def test_what_is_set_aside_brings_a_segment_back(path: Path) -> None:
+    shard, name = first(path) / "input_ids/c/0", first(path).name
+    data = shard.read_bytes()
+    shard.unlink()
+    (segment,) = repair_store(path).segments
+    assert segment.action == "ended"
+    shard.write_bytes(data)
+    (path / (segment.aside or "")).rename(path / "segments" / name / "zarr.json")
+    assert sorted(hs.open(path).ids) == sorted([*WANTED, "s0"])
+    assert [p for p in validate_store(path, level="full") if p.severity is Severity.ERROR] == []
+
+
+def test_file_that_is_no_commit_record_is_left_to_its_owner(path: Path) -> None:
+    file = first(path) / "zarr.json"
+    with file.open("wb") as f:
+        f.truncate(2**24 + 2)
+    report = repair_store(path)
+    assert ([p.code for p in report.problems], report.segments, report.exit_code) == (["HS504"], [], 1)
+    assert file.stat().st_size == 2**24 + 2
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "input_ids", "position_ids", "fields/weight"])
+def test_index_of_a_shard_of_tokens_that_is_lost(path: Path, name: str) -> None:
+    shard = first(path) / name / "c/0"
+    data = shard.read_bytes()
+    for damaged in (data[:-3] + b"?" + data[-2:], data[:-9] + b"?" + data[-8:], data + b"more"):
+        shard.write_bytes(damaged)
+        assert repair_store(path, dry_run=True).lost == []
+    check(path, repair_store(path), set())
+
+
+@pytest.fixture(scope="module", params=["compact", "fast"])
+def long(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """Return a store of three records of 4,096 tokens, each in chunks of its own, and one of two other records."""
+    contract = tiny_contract(codec=request.param)
+    for name, ids in (("three", "abc"), ("two", "de")):
+        with hs.create(tmp_path_factory.getbasetemp() / f"{request.param}-{name}", contract) as writer:
+            for i, seed in zip(ids, range(len(ids)), strict=True):
+                writer.append(tiny_record(contract, i, tokens=4096, seed=seed + ord(ids[0])))
+    one, other = (tmp_path_factory.getbasetemp() / f"{request.param}-{name}" for name in ("three", "two"))
+    return one, other
+
+
+def test_shard_of_tokens_that_is_damaged(long: tuple[Path, Path], tmp_path: Path) -> None:
+    """Cut, flipped, both; and one in whose place another file is, whole, which tells nothing."""
+    shard = "input_ids/c/0"
+    data, other = ((first(path) / shard).read_bytes() for path in long)
+    half = len(data) // 2
+    flipped = data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
+    three = {
+        "cut": (data[: half + 4], {"b", "c"}),
+        "flipped": (flipped, {"b"}),
+        "flipped and its index": (flipped[:-3] + b"?" + flipped[-2:], {"b"}),
+        "flipped and longer": (flipped + b"more", {"b"}),
+        "other": (other, {"a", "b", "c"}),
+        "empty": (b"", {"a", "b", "c"}),
+    }
+    for name, (damaged, lost) in three.items():
+        path = shutil.copytree(long[0], tmp_path / name)
+        (first(path) / shard).write_bytes(damaged)
+        report = repair_store(path, dry_run=True)
+        assert (name, set(report.lost)) == (name, lost)
 
 
 def test_damaged_commit_record_whose_ids_are_damaged_too(path: Path) -> None:
@@ -369,6 +455,7 @@ def test_two_repairs_at_once_do_not_write_records_twice(path: Path, monkeypatch:
     flip(first(path) / "hidden/d2/c/0/0", 30)
     import hsformat.maintain.repair as module
 
+    monkeypatch.setattr(LocalBackend, "lock", lambda *_: nullcontext())  # as on an object store
     real, done = module.write_segment, []
 
     def late(*args: Any, **kwargs: Any) -> bool:
@@ -383,6 +470,54 @@ def test_two_repairs_at_once_do_not_write_records_twice(path: Path, monkeypatch:
     assert sorted(hs.open(path).ids) == ["r1", "r2", "r3", "r4", "r5", "s0"]
 
 
+def test_one_repair_at_a_time(path: Path) -> None:
+    flip(first(path) / "hidden/d2/c/0/0", 30)
+    with LocalBackend(str(path)).lock("zarr.json"):  # as another process does
+        with pytest.raises(StoreError) as e:
+            repair_store(path)
+        assert [(p.code, p.severity) for p in e.value.problems] == [("HS506", "error")]
+        assert repair_store(path, dry_run=True).lost == ["r0"]
+        assert sorted(hs.open(path).ids) == sorted([*WANTED, "s0"])
+    assert repair_store(path).lost == ["r0"]
+
+
+def test_repairs_at_once_leave_one_record_of_each_id(tmp_path: Path) -> None:
+    with hs.create(tmp_path / "s", CONTRACT, chunk_tokens=16) as writer:
+        for r in RECORDS:
+            writer.append(r)
+            writer.flush()
+    for shard in (tmp_path / "s").glob("segments/*/token_offsets/c/0"):
+        flip(shard, 3)
+    start, refused = threading.Barrier(3), []
+
+    def run() -> None:
+        start.wait()
+        try:
+            repair_store(tmp_path / "s")
+        except StoreError as e:
+            refused.append(e)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {p.got for e in refused for p in e.problems} <= {"another repair of this store is at work"}
+    assert len(refused) < 3
+    assert sorted(hs.open(tmp_path / "s").ids) == sorted(WANTED)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_disk_without_locks(path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    import fcntl
+
+    def refuse(*_: Any) -> None:
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert repair_store(path).exit_code == 0
+
+
 def test_command(path: Path) -> None:
     flip(first(path) / "hidden/d2/c/0/0", 30)
     run = CliRunner().invoke
@@ -395,5 +530,8 @@ def test_command(path: Path) -> None:
     assert report["segments"][0]["action"] == "replaced"
     clean = run(app, ["repair", str(path)])
     assert (clean.exit_code, "nothing to repair; 6 record(s)" in clean.stdout) == (0, True)
+    name = hs.open(path).segments[0].name
+    (path / "segments" / name / "zarr.json").write_text("{")
+    assert f"  its zarr.json is kept as segments/{name}/zarr.json." in run(app, ["repair", str(path)]).stdout
     with pytest.raises(StoreError):
         run(app, ["repair", str(path / "nothing")], catch_exceptions=False)
