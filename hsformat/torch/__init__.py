@@ -5,6 +5,7 @@
 ``dataset``  :class:`RecordDataset`, map-style, for any DataLoader
 ``plan``     which records are in which batch: by seed and epoch alone; knows no torch
 ``packing``  :func:`pack`: records one after another, without padding
+``position`` where a loader is in its epochs, for a checkpoint
 ``loader``   :class:`RecordLoader`: one order for any workers, shared by ranks, resumed anywhere
 ``prefetch`` threads and processes that read ahead
 ============ ===============================================================================
