@@ -100,6 +100,7 @@ class _SpySink:
         self._sink.abort()
 
 
+@pytest.mark.filterwarnings("ignore:.*was never closed:RuntimeWarning")  # one that is killed here
 class StoreConformance:
     """What every place of bytes must do, as tests. Subclasses override :meth:`place`.
 

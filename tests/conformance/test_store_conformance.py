@@ -332,6 +332,7 @@ def run(suite: StoreConformance, test: str) -> None:
     getattr(suite, test)(**({"torn": True} if test == "test_killed_at_any_operation" else {}))
 
 
+@pytest.mark.filterwarnings("ignore:.*was never closed:RuntimeWarning")
 @pytest.mark.parametrize(
     ("wrong", "test"),
     [(wrong, test) for wrong, tests in CAUGHT_BY.items() for test in sorted(tests)],
