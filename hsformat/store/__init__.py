@@ -18,7 +18,7 @@
 ``verify``     comparing files and offsets with the commit record
 ``create``     create, append                    ``reader``  the store, open
 ``content``    a digest of all records           ``salvage`` what is left of a damaged segment
-``remains``    what one with a damaged commit record still says of itself
+``remains``    what a segment still says of itself whose commit record is damaged
 ============== =====================================================================
 """
 

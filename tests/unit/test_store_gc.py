@@ -154,7 +154,7 @@ def test_damaged_commit_record_is_no_orphan(path: Path) -> None:
 @pytest.mark.parametrize("gone", ["all", "one", "cut"])
 def test_writer_whose_files_were_taken_says_so(path: Path, gone: str) -> None:
     writer = hs.append(path, chunk_tokens=16)
-    writer.append(tiny_record(CONTRACT, "w0", tokens=20))
+    writer.append(tiny_record(CONTRACT, "w0", tokens=10))  # less than a chunk: no thread has anything to write
     (paused,) = set(names(path)) - {s.name for s in hs.open(path).segments}
     folder = path / "segments" / paused
     if gone == "all":
