@@ -11,11 +11,9 @@ from contextlib import contextmanager
 
 from hsformat.problems import Problem, problem
 from hsformat.store.backend import OpenObject, Part, Source, open_object
+from hsformat.store.unread import ABSENT
 
 __all__ = ["WatchedSource", "unreadable"]
-
-_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What a place says of an object that is not there: it will say the same tomorrow."""
 
 
 class WatchedSource:
@@ -58,7 +56,7 @@ class WatchedSource:
         try:
             yield
         except OSError as e:
-            if not isinstance(e, _ABSENT):
+            if not isinstance(e, ABSENT):
                 self.failed.setdefault(key, e)
             raise
 

@@ -6,9 +6,10 @@ import errno
 
 from hsformat.problems import Problem, problem
 
-__all__ = ["unread", "unread_fix"]
+__all__ = ["ABSENT", "unread", "unread_fix"]
 
-_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What a place says of an object that is not there: it will say the same tomorrow."""
 
 
 def unread(e: OSError, *, where: str, expected: str, code: str = "HS503") -> Problem:
@@ -19,7 +20,7 @@ def unread(e: OSError, *, where: str, expected: str, code: str = "HS503") -> Pro
 
 def unread_fix(e: OSError) -> str | None:
     """Return what to do about it; None, the fix of the code, where the place says that the file is not there."""
-    if isinstance(e, _ABSENT):
+    if isinstance(e, ABSENT):
         return None
     if e.errno in {errno.EMFILE, errno.ENFILE}:
         return "nothing is damaged: let the process have more files open (ulimit -n), or keep fewer stores open at once"
