@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from hsformat.engines import inspect
+from hsformat.problems import Severity
+
 __all__ = [
     "IDS",
     "INNER",
     "VD",
     "H",
+    "Look",
     "V",
     "d2t_of",
     "draft_config",
@@ -110,3 +114,22 @@ def write_target(folder: Path, config: dict[str, Any] | None = None, *, embeddin
     if embedding is not None:
         save_file({"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
     return folder
+
+
+class Look:
+    """Inspects a folder and keeps what was found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.draft, self.target = folder / "draft", write_target(folder / "target")
+        self.layout, self.problems = None, []
+
+    def __call__(self, engine=("vllm", "0.32.0"), *, config=None, weights=None, target=None) -> list[str]:
+        if config is not None or weights is not None or not self.draft.exists():
+            write_draft(self.draft, draft_config(**(config or {})), weights)
+        name, version = engine
+        self.layout, self.problems = inspect(name, draft=self.draft, target=target or self.target, version=version)
+        return [p.code for p in self.problems if p.severity is Severity.ERROR]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [p.code for p in self.problems if p.severity is Severity.WARNING]
