@@ -125,7 +125,8 @@ def requirements(row: Row) -> list[str]:
     """Return what pip installs: the package with what the tests need, less what the row leaves out."""
     extras = project()["optional-dependencies"]
     if not row.without:
-        return ["--editable", ".[test,transformers]"]
+        trackers = [r for r in extras["dev"] if r.startswith("tensorboard")]
+        return ["--editable", ".[test,transformers,train]", *trackers]
     left = [r for r in extras["transformers"] if not r.startswith(("torch", "accelerate"))]  # accelerate brings torch
     return ["--editable", ".[test]", *left]
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -294,19 +295,22 @@ def test_a_caller_that_goes_away_leaves_nothing_for_the_next():
 
 def test_what_is_staged_at_once_is_bounded(tmp_path):
     """States of all requests in flight fit the bound; a sample that does not is rejected, not cut."""
-    seen = []
+    seen, done = [], threading.Event()
 
-    class Watching(ToyExtractor):
-        def extract(self, found, *, stopping=lambda: False):
-            for record in super().extract(found, stopping=stopping):
+    def watch():
+        while not done.wait(0.001):
+            with contextlib.suppress(FileNotFoundError):  # consumed between the listing and the look
                 seen.append(sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors")))
-                yield record
 
-    extractor = Watching()
+    extractor = ToyExtractor()
     keys = [f"d{i}" for i in range(9)]
     extractor.load(request_for(*keys, staging=tmp_path, staging_mib=1, batch_tokens=4096))
     per_token = 9 * 64 * 4 + 8
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     found = list(extractor.extract(samples(*[100] * 12, 300, 600, 5)))
+    done.set()
+    watcher.join()
     assert len(found) == 15
     assert 600 * per_token > 1 << 20 > 300 * per_token > 1 << 19
     (rejected,) = [f for f in found if not isinstance(f, hs.Record)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hsformat.store.backend import OpenObject, Part
 from hsformat.store.local import LocalBackend
 from hsformat.store.metadata import segment_names
 
+NOBODY = 65534
 CONTRACT = tiny_contract()
 RECORDS = [tiny_record(CONTRACT, f"r{i}", tokens=20, seed=i) for i in range(4)]
 
@@ -153,14 +156,30 @@ def test_duplicate_of_a_record_that_cannot_be_read_is_kept(path: Path) -> None:
     assert [s.duplicates for s in repair_store(path, dedupe=True).segments] == [("r1",)]
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_file_without_permission(path: Path) -> None:
-    file = path / "segments" / segment_names(LocalBackend(str(path)))[0] / "input_ids/c/0"
-    before = snapshot(path)
+@pytest.fixture
+def unprivileged(path: Path) -> Iterator[Path]:
+    """Yield a copy of the store and be nobody meanwhile, if this is root, who may read everything."""
+    with tempfile.TemporaryDirectory() as folder:  # those of pytest are open to their user alone
+        shutil.copytree(path, copy := Path(folder) / "x.hs.zarr")
+        if os.geteuid():
+            yield copy
+            return
+        for place in (Path(folder), *Path(folder).rglob("*")):
+            os.chown(place, NOBODY, -1)
+        os.seteuid(NOBODY)
+        try:
+            yield copy
+        finally:
+            os.seteuid(0)
+
+
+def test_file_without_permission(unprivileged: Path) -> None:
+    file = unprivileged / "segments" / segment_names(LocalBackend(str(unprivileged)))[0] / "input_ids/c/0"
+    before = snapshot(unprivileged)
     file.chmod(0)
-    report = repair_store(path)
+    report = repair_store(unprivileged)
     file.chmod(0o600)
-    untouched(path, before, report)
+    untouched(unprivileged, before, report)
 
 
 def test_size_of_what_cannot_be_looked_at_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

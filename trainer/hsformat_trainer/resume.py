@@ -66,17 +66,19 @@ def check_resume(
             for name in names
             if now[name] != before.get(name)
         ]
+    begun, taken = {**state["loader"], "batches": 0}, parsed.loader.batches
     try:
-        loader.load_state_dict(state["loader"])
+        loader.load_state_dict(begun)  # whether the batches are the same; then how many of them are behind
     except ValueError as e:
         expected = "the batches that the run was begun with"
         fix = "resume with the same records, batch_tokens, seed and number of processes, or begin another run"
         found.append(problem("HS507", where=f"{folder}: loader", got=e, expected=expected, fix=fix))
     else:
-        if parsed.loader.batches > (most := len(loader)):
+        if taken > (most := len(loader)):
             expected = f"at most {most}, the batches of the epoch"
-            got = parsed.loader.batches
-            found.append(problem("HS602", where=f"{file}: loader.batches", got=got, expected=expected, fix=instead))
+            found.append(problem("HS602", where=f"{file}: loader.batches", got=taken, expected=expected, fix=instead))
+        else:
+            loader.load_state_dict(state["loader"])
     errors = [p for p in found if p.severity is Severity.ERROR]
     if errors:
         raise ContractMismatch(errors)
