@@ -58,7 +58,17 @@ def contract_schema() -> str:
     schema = Contract.model_json_schema(mode="validation")
     schema["$schema"] = GenerateJsonSchema.schema_dialect
     schema["title"] = "hsformat contract 1.0"
-    return f"{json.dumps(schema, indent=2, ensure_ascii=False)}\n"
+    return f"{json.dumps(_one_form(schema), indent=2, ensure_ascii=False)}\n"
+
+
+def _one_form(schema: Any) -> Any:
+    """Return a schema in the form of newer versions of pydantic: older ones write 0.0, and an enum beside a const."""
+    if isinstance(schema, list):
+        return [_one_form(v) for v in schema]
+    if isinstance(schema, dict):
+        twice = "const" in schema and schema.get("enum") == [schema["const"]]
+        return {k: _one_form(v) for k, v in schema.items() if not (twice and k == "enum")}
+    return int(schema) if isinstance(schema, float) and schema.is_integer() else schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

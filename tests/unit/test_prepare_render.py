@@ -328,7 +328,7 @@ def test_dump_skips_every_conversation_on_newer_transformers(wrap):  # Model-Opt
             return getattr(self.tok, name)
 
         def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
-            return wrap(self.tok.apply_chat_template(messages, **kwargs)["input_ids"])
+            return wrap(self.tok.apply_chat_template(messages, **{**kwargs, "return_dict": True})["input_ids"])
 
     same = [Renderer(t, template_kwargs={}).conversation(talk("a", "b")) for t in (Wrapping(), tokenizer(CHATML))]
     assert same[0] == same[1]

@@ -175,7 +175,7 @@ def test_thinking_removed_from_earlier_turns(run):  # trl#6361, gem#44: stored i
     _, (first, second) = run(tok, row, explode_turns=True)
     assert (first.id, second.id) == ("c#0", "c#1")
     for sample, n in ((first, 1), (second, 3)):
-        served = tok.apply_chat_template(row["messages"][:n], add_generation_prompt=True)["input_ids"]
+        served = tok.apply_chat_template(row["messages"][:n], add_generation_prompt=True, return_dict=True)["input_ids"]
         assert sample.input_ids[: len(served)].tolist() == served
         assert not sample.loss_mask[: len(served)].any()
         assert sample.loss_mask[len(served)] == 1
