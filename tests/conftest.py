@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent))  # ``from factories import ...`` in any test
 
+from draft_folders import Look
 from factories import tiny_contract
 from s3_server import environment, request, s3_server
 
@@ -43,6 +44,12 @@ def contract() -> Contract:
     return tiny_contract()
 
 
+@pytest.fixture
+def look(tmp_path: Path) -> Look:
+    """Return what inspects a draft folder beside a target."""
+    return Look(tmp_path)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hsformat")
     group.addoption(
@@ -57,7 +64,7 @@ def needs_of_module(path: Path) -> frozenset[str]:
     for node in ast.parse(path.read_text("utf-8")).body:
         match node:
             case ast.Assign(targets=[ast.Name(id="pytestmark")], value=ast.Call(func=ast.Attribute(attr="needs"))):
-                return frozenset(str(ast.literal_eval(a)) for a in node.value.args)  # type: ignore[attr-defined]
+                return frozenset(str(ast.literal_eval(a)) for a in node.value.args)  # type: ignore[attr-defined]  # a call of the mark
     return frozenset()
 
 

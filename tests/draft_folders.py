@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from hsformat.engines import inspect
 from hsformat.problems import Severity
 
 __all__ = [
+    "BOTH",
     "IDS",
     "INNER",
+    "SGLANG",
+    "TOP",
     "VD",
+    "VLLM",
     "H",
     "Look",
     "V",
@@ -27,6 +32,9 @@ __all__ = [
     "write_target",
 ]
 
+VLLM, SGLANG = ("vllm", "0.32.0"), ("sglang", "0.5.23")
+BOTH = pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=" ".join)
+TOP = "eagle_aux_hidden_state_layer_ids"
 H, V, VD, N = 16, 64, 24, 30
 HEADS, HEAD_DIM, INNER = 4, 4, 32
 
@@ -123,7 +131,7 @@ class Look:
         self.draft, self.target = folder / "draft", write_target(folder / "target")
         self.layout, self.problems = None, []
 
-    def __call__(self, engine=("vllm", "0.32.0"), *, config=None, weights=None, target=None) -> list[str]:
+    def __call__(self, engine=VLLM, *, config=None, weights=None, target=None) -> list[str]:
         if config is not None or weights is not None or not self.draft.exists():
             write_draft(self.draft, draft_config(**(config or {})), weights)
         name, version = engine

@@ -44,7 +44,7 @@ for name, command in plugin_commands({"engines", *(c.__name__ for c in _OWN)}):
     app.command(name, context_settings=_ANY if is_broken(command) else None)(command)
 
 
-def _version(shown: bool) -> None:  # noqa: FBT001 - typer's interface
+def _version(shown: bool) -> None:
     if shown:
         from hsformat import __version__
 
@@ -54,7 +54,7 @@ def _version(shown: bool) -> None:  # noqa: FBT001 - typer's interface
 
 @app.callback()
 def _root(
-    version: Annotated[  # noqa: FBT002
+    version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:

@@ -46,7 +46,7 @@ def estimate(
     segment_mib: Annotated[int, shared.SEGMENT_MIB] = 4096,
     commit_seconds: Annotated[float, shared.COMMIT_SECONDS] = 120.0,
     template_kwargs: Annotated[str, shared.TEMPLATE_KWARGS] = "{}",
-    explode_turns: Annotated[bool, shared.EXPLODE_TURNS] = False,  # noqa: FBT002
+    explode_turns: Annotated[bool, shared.EXPLODE_TURNS] = False,
     tokens: Annotated[
         int | None, typer.Option(help="Without --data: tokens of all records (of their prompts).", min=1)
     ] = None,

@@ -50,15 +50,15 @@ def extract(
     segment_mib: Annotated[int, shared.SEGMENT_MIB] = 4096,
     commit_seconds: Annotated[float, shared.COMMIT_SECONDS] = 120.0,
     template_kwargs: Annotated[str, shared.TEMPLATE_KWARGS] = "{}",
-    explode_turns: Annotated[bool, shared.EXPLODE_TURNS] = False,  # noqa: FBT002
-    ignore_disk_space: Annotated[  # noqa: FBT002
+    explode_turns: Annotated[bool, shared.EXPLODE_TURNS] = False,
+    ignore_disk_space: Annotated[
         bool,
         typer.Option("--ignore-disk-space", help="Go on where the disk seems too small: it may compress or grow."),
     ] = False,
-    dry_run: Annotated[  # noqa: FBT002
+    dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prepare the data and show it; load no engine, write nothing.")
     ] = False,
-    weights_digest: Annotated[bool, typer.Option("--weights-digest", help="Hash all weight files.")] = False,  # noqa: FBT002
+    weights_digest: Annotated[bool, typer.Option("--weights-digest", help="Hash all weight files.")] = False,
     option: Annotated[list[str] | None, typer.Option(help="Option of the engine, NAME=VALUE (device=cuda:0).")] = None,
     format: Annotated[Format, typer.Option(help="Of the summary; JSON stands alone on stdout.")] = Format.TEXT,
 ) -> None:

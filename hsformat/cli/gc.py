@@ -26,7 +26,7 @@ def gc(
             "written would be removed."
         ),
     ] = "24h",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,  # noqa: FBT002
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
     format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
 ) -> None:
     """Remove segments that were never committed, segments that were replaced, and leftovers of killed writers."""

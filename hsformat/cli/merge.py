@@ -18,7 +18,7 @@ __all__ = ["merge"]
 def merge(
     stores: Annotated[list[str], typer.Argument(help="Paths of stores of one meaning.")],
     out: Annotated[str, typer.Option(help="Path or address of the result: nothing, or a store of the same meaning.")],
-    apply_final_norm: Annotated[  # noqa: FBT002
+    apply_final_norm: Annotated[
         bool,
         typer.Option(
             "--apply-final-norm",
@@ -26,7 +26,7 @@ def merge(
         ),
     ] = False,
     target: Annotated[str | None, typer.Option(help="Folder of the target model.")] = None,
-    dedupe: Annotated[  # noqa: FBT002
+    dedupe: Annotated[
         bool, typer.Option("--dedupe", help="Keep one record of an id that occurs twice, that of the older segment.")
     ] = False,
     format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,

@@ -37,7 +37,7 @@ def probe(
     dtype: Annotated[
         ProbeDtype, typer.Option(help="What the engine runs in; bfloat16 where it has no attention in float32.")
     ] = ProbeDtype.FLOAT32,
-    drafts: Annotated[  # noqa: FBT002
+    drafts: Annotated[
         bool,
         typer.Option(
             "--drafts", help="Prove what is made of draft folders as well: a start of the engine for each of some 30."

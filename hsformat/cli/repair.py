@@ -19,10 +19,10 @@ SHOWN = 20
 
 def repair(
     store: Annotated[str, typer.Argument(help="Path or address of a store.")],
-    dedupe: Annotated[  # noqa: FBT002
+    dedupe: Annotated[
         bool, typer.Option("--dedupe", help="Keep one record of an id that occurs twice, that of the older segment.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; change nothing.")] = False,  # noqa: FBT002
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; change nothing.")] = False,
     format: Annotated[Format, typer.Option(help="text, or JSON alone on stdout.")] = Format.TEXT,
 ) -> None:
     """Replace damaged segments by what is whole of them, and say which records are lost."""

@@ -59,7 +59,7 @@ def rewrite_array(store: Path, name: str, edit: Callable[[np.ndarray], np.ndarra
     """Replace an array of the first segment by another one, properly encoded, with its files' entries."""
     import zarr
 
-    import hsformat.zarr_dtype  # noqa: F401
+    import hsformat.zarr_dtype  # noqa: F401 - registers bfloat16
 
     contract = Contract.model_validate_json(
         json.dumps(read_json(store / "zarr.json")["attributes"]["hsformat"]["contract"])

@@ -18,24 +18,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import tiny_contract, tiny_record
+from factories import tiny_record
+from fake_extractor import CONTRACT, REQUEST
 
 import hsformat as hs
 from hsformat.extraction import ExtractionRequest, extract_to_store
 from hsformat.problems import Problem, Severity
-from hsformat.record import Generation, Record, TokenSample
+from hsformat.record import Record, TokenSample
 from hsformat.store import content_digest, exists, local
 from hsformat.validate import validate_store
 
 SAMPLES = 40
-CONTRACT = tiny_contract()
-REQUEST = ExtractionRequest(
-    model=Path("nowhere"),
-    target=CONTRACT.target,
-    captures=CONTRACT.captures,
-    generation=Generation(mode="none"),
-    batch_tokens=64,
-)
 KILLS = {"begun": [("sample", 0)], "sample": [("sample", 9)], "write": [("write", 150)]}
 KILLS["thrice"] = [("sample", 9), ("write", 150), ("publish", 2)]
 

@@ -141,7 +141,7 @@ def test_kill_anywhere(killed: Path, name: str) -> None:  # Model-Optimizer PR#2
     same(store, wanted)
     assert all(p.stat().st_mtime_ns == t for p, t in before.items())
     segments = zarr.open_group(path / "segments", mode="r")
-    assert sum(segments[s.name]["token_offsets"].shape[0] - 1 for s in store.segments) == len(RECORDS)  # type: ignore[index, union-attr]
+    assert sum(segments[s.name]["token_offsets"].shape[0] - 1 for s in store.segments) == len(RECORDS)  # type: ignore[index, union-attr]  # zarr's unions
 
 
 def same(store: hs.Store, wanted: dict[str, Record]) -> None:

@@ -65,7 +65,7 @@ class Honest:
 
     # The engine.
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - one driver a process
     def computed(self, tokens: tuple[int, ...]) -> list[Rows]:
         h_TH = read_rows(self.ends.embedding, list(tokens))
         out = [h_TH]

@@ -68,7 +68,7 @@ def test_compare_is_the_function_whatever_was_imported_before(before):
 
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        hsformat.nothing  # noqa: B018
+        hsformat.nothing  # noqa: B018 - the look is what raises
 
 
 TESTING = {

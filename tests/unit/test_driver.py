@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,76 +12,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from factories import tiny_contract, tiny_record
+from fake_extractor import CONTRACT, REQUEST, Fake, answer, run, sample
 
 import hsformat as hs
-from hsformat.extraction import ExtractionRequest, Rejected, extract_to_store
 from hsformat.maintain import repair_store
-from hsformat.problems import Problem, Severity, problem
+from hsformat.problems import Severity, problem
 from hsformat.record import Generation, Provenance, Record, TokenSample
 from hsformat.store.pending import Pending
-
-CONTRACT = tiny_contract()
-REQUEST = ExtractionRequest(
-    model=Path("nowhere"),
-    target=CONTRACT.target,
-    captures=CONTRACT.captures,
-    generation=Generation(mode="none"),
-    batch_tokens=64,
-)
-
-
-def sample(i: int, tokens: int = 6) -> TokenSample:
-    rng = np.random.default_rng(i)
-    mask = np.array([0] * (tokens // 2) + [1] * (tokens - tokens // 2), np.uint8)
-    return TokenSample(id=f"s{i}", input_ids=rng.integers(0, 100, tokens, dtype=np.int32), loss_mask=mask)
-
-
-def answer(s: TokenSample, **changes: Any) -> Record:
-    return tiny_record(
-        CONTRACT,
-        id=changes.pop("id", s.id),
-        tokens=len(s),
-        input_ids=changes.pop("input_ids", s.input_ids),
-        loss_mask=changes.pop("loss_mask", s.loss_mask),
-        source_digest=changes.pop("source_digest", s.source_digest),
-        **changes,
-    )
-
-
-class Fake:
-    """An extractor that answers right; tests override :meth:`one` or :meth:`extract`."""
-
-    name = "fake"
-
-    def __init__(self) -> None:
-        self.loaded = self.closed = 0
-
-    def preflight(self, request: ExtractionRequest) -> list[Problem]:
-        return []
-
-    def load(self, request: ExtractionRequest) -> None:
-        self.loaded += 1
-
-    def one(self, s: TokenSample) -> Record | Rejected | None:
-        return answer(s)
-
-    def extract(self, samples: Iterable[TokenSample], *, stopping: Callable[[], bool]) -> Iterator[Record | Rejected]:
-        for s in samples:
-            result = self.one(s)
-            if result is not None:
-                yield result
-
-    def producer(self) -> dict[str, Any]:
-        return {"name": "fake"}
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def run(extractor: Fake, samples: Iterable[TokenSample], out: Path, **options: Any):
-    options.setdefault("contract", CONTRACT)
-    options.setdefault("request", REQUEST)
-    return extract_to_store(extractor, samples, out=out, **options)
 
 
 @pytest.fixture
@@ -431,77 +366,6 @@ def test_commit_by_time(out):
             return answer(s)
 
     run(Watch(), map(sample, range(5)), out, commit_seconds=0)
-
-
-@pytest.fixture
-def handlers():
-    """Handlers as an interactive shell leaves them: a background job inherits an ignored SIGINT."""
-    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for s, handler in before.items():
-        signal.signal(s, handler)
-
-
-@pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_commits_what_is_whole(out, number):
-    class Signalled(Fake):
-        def one(self, s):
-            if s.id == "s2":
-                os.kill(os.getpid(), number)
-            return answer(s)
-
-    report = run(Signalled(), map(sample, range(6)), out)
-    assert report.interrupted == number
-    assert report.exit_code == 128 + number
-    assert list(hs.open(out).ids) == ["s0", "s1", "s2"]
-    assert run(Fake(), map(sample, range(6)), out).written == 3
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.usefixtures("handlers")
-def test_ignored_signal_stays_ignored(out):  # nohup
-    class Signalled(Fake):
-        def one(self, s):
-            os.kill(os.getpid(), signal.SIGINT)
-            return answer(s)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    report = run(Signalled(), map(sample, range(3)), out)
-    assert (report.written, report.interrupted) == (3, None)
-
-
-@pytest.mark.usefixtures("handlers")
-def test_second_signal_stops_at_once(out):
-    class Stuck(Fake):
-        def one(self, s):
-            if s.id == "s2":
-                os.kill(os.getpid(), signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGINT)
-            return answer(s)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(Stuck(), map(sample, range(6)), out)
-    assert len(hs.open(out)) == 0
-    assert hs.validate_store(out) == []
-
-
-def test_disk_full_keeps_what_is_committed(out, monkeypatch):
-    from hsformat.store.local import LocalBackend
-
-    class Fills(Fake):
-        def one(self, s):
-            if s.id == "s3":
-                monkeypatch.setattr(LocalBackend, "write", full)
-            return answer(s)
-
-    def full(self, key, data):
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(hs.StoreError) as e:
-        run(Fills(), map(sample, range(6)), out, commit_seconds=0)
-    assert "No space left" in e.value.problems[0].got
-    assert list(hs.open(out).ids) == ["s0", "s1", "s2"]
 
 
 def test_listener_sees_every_record(out):

@@ -7,10 +7,13 @@ import json
 import numpy as np
 import pytest
 from draft_folders import (
+    BOTH,
     IDS,
+    SGLANG,
+    TOP,
     VD,
+    VLLM,
     H,
-    Look,
     V,
     d2t_of,
     draft_config,
@@ -22,16 +25,6 @@ from draft_folders import (
 
 from hsformat.engines import resolve
 from hsformat.problems import ResolveError, Severity
-
-VLLM, SGLANG = ("vllm", "0.32.0"), ("sglang", "0.5.23")
-BOTH = pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=" ".join)
-TOP = "eagle_aux_hidden_state_layer_ids"
-
-
-@pytest.fixture
-def look(tmp_path) -> Look:
-    return Look(tmp_path)
-
 
 # Norms.
 

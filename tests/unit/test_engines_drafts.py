@@ -7,10 +7,13 @@ import struct
 import numpy as np
 import pytest
 from draft_folders import (
+    BOTH,
     INNER,
+    SGLANG,
+    TOP,
     VD,
+    VLLM,
     H,
-    Look,
     V,
     draft_weights,
     target_config,
@@ -19,15 +22,6 @@ from draft_folders import (
 
 from hsformat.engines import inspect, resolve
 from hsformat.problems import ResolveError, Severity
-
-VLLM, SGLANG = ("vllm", "0.32.0"), ("sglang", "0.5.23")
-BOTH = pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=" ".join)
-TOP = "eagle_aux_hidden_state_layer_ids"
-
-
-@pytest.fixture
-def look(tmp_path) -> Look:
-    return Look(tmp_path)
 
 
 @BOTH

@@ -267,9 +267,9 @@ def test_plain_zarr_reads_every_array(tmp_path: Path) -> None:
     records = [tiny_record(contract, f"ü{i}", tokens=3 + i, seed=i) for i in range(3)]
     store = write(tmp_path / "s", contract, records)
     root = zarr.open_group(tmp_path / "s", mode="r")
-    assert root.attrs["hsformat"]["contract_digest"] == contract.digest  # type: ignore[call-overload, index]
+    assert root.attrs["hsformat"]["contract_digest"] == contract.digest  # type: ignore[call-overload, index]  # zarr's unions
     segment = root[store.segments[0].prefix]
-    arrays = {name: np.asarray(a[...]) for name, a in segment.members(max_depth=None) if isinstance(a, zarr.Array)}  # type: ignore[union-attr]
+    arrays = {name: np.asarray(a[...]) for name, a in segment.members(max_depth=None) if isinstance(a, zarr.Array)}  # type: ignore[union-attr]  # a group
     names = {"input_ids", "loss_mask", "token_offsets", "state_offsets", "ids", "id_offsets"}
     names |= {f"{g}/{k}" for g in ("hidden", "stats") for k in contract.keys}
     assert set(arrays) == names | {f"fields/{f['name']}" for f in FIELDS}

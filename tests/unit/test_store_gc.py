@@ -296,7 +296,7 @@ def test_what_cannot_be_listed_is_no_orphan(path: Path, monkeypatch: pytest.Monk
     def scan(top: object = ".") -> object:
         if str(top).endswith("hidden") and "0a-0" in str(top):
             raise OSError(errno.ETIMEDOUT, "Connection timed out")
-        return real(top)  # type: ignore[call-overload]
+        return real(top)  # type: ignore[call-overload]  # as it was called
 
     monkeypatch.setattr(os, "scandir", scan)
     with pytest.raises(OSError, match="timed out"):

@@ -69,7 +69,7 @@ def test_create_refuses_what_exists(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     before = (tmp_path / "store/zarr.json").read_bytes()
     for name in ("file", "full", "store", "link", "file/below", "x" * 300):
-        assert code_of(lambda name=name: hs.create(tmp_path / name, CONTRACT)) == "HS501", name  # type: ignore[misc]
+        assert code_of(lambda name=name: hs.create(tmp_path / name, CONTRACT)) == "HS501", name  # type: ignore[misc]  # bound now
     assert code_of(lambda: hs.check_new(tmp_path / "store")) == "HS501"
     with pytest.raises(StoreError, match=r"hs\.append"):
         hs.create(tmp_path / "store", CONTRACT)

@@ -11,44 +11,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from factories import assert_same_record, digest, tiny_contract, tiny_record
+from factories import assert_same_record, tiny_contract, tiny_record
+from mixed_records import CONTRACT, RECORDS, WANTED, record
 from typer.testing import CliRunner
 
 import hsformat.store as hs
 from hsformat.cli.commands import app
 from hsformat.maintain import RepairReport, repair_store
 from hsformat.problems import Severity, StoreError
-from hsformat.record import Generation, Provenance
 from hsformat.store.commit import load_commit
 from hsformat.store.local import LocalBackend
 from hsformat.store.metadata import segment_names
 from hsformat.validate import validate_store
-
-FIELDS = [
-    {"name": "weight", "axis": "token", "dtype": "float32", "shape": [], "must_understand": False},
-    {"name": "label", "axis": "record", "dtype": "int16", "shape": [2], "must_understand": False},
-]
-CONTRACT = tiny_contract(fields=FIELDS)
-GENERATED = Provenance(generation=Generation(mode="greedy", max_new_tokens=3), template_digest=digest("a"))
-
-
-def record(i: int) -> Any:
-    """Return a record; every third one is generated, with T - 1 states and positions of its own."""
-    changes: dict[str, Any] = {"source_digest": digest(f"{i % 10}")}
-    if i % 3 == 2:
-        whole = tiny_record(CONTRACT, tokens=20, seed=i)
-        changes |= {
-            "provenance": GENERATED,
-            "hidden": {k: v[:-1] for k, v in whole.hidden.items()},
-            "position_ids": np.arange(20) // 2,
-        }
-    return tiny_record(CONTRACT, f"r{i}", tokens=20, seed=i, **changes)
-
-
-RECORDS = [record(i) for i in range(6)]
-WANTED = {r.id: r for r in RECORDS}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a store of each codec: a segment of r0..r5 with chunks of 16 states, a segment of s0."""
     folder = tmp_path_factory.mktemp("built")
     for codec in ("compact", "fast"):
-        with hs.create(folder / codec, CONTRACT, codec=codec, chunk_tokens=16, producer={"run": 1}) as writer:  # type: ignore[arg-type]
+        with hs.create(folder / codec, CONTRACT, codec=codec, chunk_tokens=16, producer={"run": 1}) as writer:  # type: ignore[arg-type]  # text
             for r in RECORDS:
                 writer.append(r)
             writer.flush()
@@ -374,64 +349,6 @@ def test_group_of_the_segments_is_made_again(path: Path) -> None:
     assert [p.code for p in repair_store(path, dry_run=True).problems] == ["HS504"]
     assert repair_store(path).exit_code == 0
     assert [p for p in validate_store(path) if p.severity is Severity.ERROR] == []
-
-
-@pytest.fixture
-def twice(tmp_path: Path) -> Path:
-    """Return a store into which two writers wrote r1."""
-    one = hs.create(tmp_path / "twice", CONTRACT)
-    two = hs.append(tmp_path / "twice")
-    for writer, ids in ((one, (0, 1)), (two, (1, 2))):
-        for i in ids:
-            writer.append(RECORDS[i])
-        writer.close()
-    return tmp_path / "twice"
-
-
-def test_id_of_two_writers(twice: Path) -> None:
-    report = repair_store(twice)
-    assert ([p.code for p in report.problems], report.exit_code) == (["HS107"], 1)
-    older, younger = segment_names(LocalBackend(str(twice)))
-    report = repair_store(twice, dedupe=True)
-    (segment,) = report.segments
-    assert (segment.segment, segment.duplicates, segment.kept, segment.lost) == (younger, ("r1",), 1, ())
-    assert (report.exit_code, report.records) == (0, 3)
-    store = hs.open(twice)
-    assert sorted(store.ids) == ["r0", "r1", "r2"]
-    assert next(s for s in store.segments if "r1" in s.ids).name == older
-    for i in range(3):
-        assert_same_record(store[f"r{i}"], RECORDS[i])
-    assert repair_store(twice, dedupe=True).segments == []
-
-
-def test_duplicate_of_another_input_is_said(tmp_path: Path) -> None:
-    one = hs.create(tmp_path / "s", CONTRACT)
-    two = hs.append(tmp_path / "s")
-    for writer, fill in ((one, "1"), (two, "2")):
-        writer.append(tiny_record(CONTRACT, "x", source_digest=digest(fill)))
-        writer.close()
-    report = repair_store(tmp_path / "s", dedupe=True)
-    assert [(p.code, p.severity) for p in report.problems] == [("HS107", "warning")]
-    assert report.exit_code == 0
-    assert hs.open(tmp_path / "s")["x"].source_digest == digest("1")
-
-
-def test_whole_record_is_kept_where_the_older_one_is_damaged(twice: Path) -> None:
-    (twice / "segments" / segment_names(LocalBackend(str(twice)))[0] / "hidden/d1/c/0/0").unlink()
-    report = repair_store(twice, dedupe=True)
-    assert report.lost == ["r0"]
-    assert hs.open(twice).ids == ["r1", "r2"]
-
-
-def test_segment_of_duplicates_alone_ends(tmp_path: Path) -> None:
-    one, two = hs.create(tmp_path / "s", CONTRACT), None
-    two = hs.append(tmp_path / "s")
-    for writer in (one, two):
-        writer.append(RECORDS[0])
-        writer.close()
-    report = repair_store(tmp_path / "s", dedupe=True)
-    assert ([s.action for s in report.segments], report.lost, report.exit_code) == (["ended"], [], 0)
-    assert hs.open(tmp_path / "s").ids == ["r0"]
 
 
 def test_full_disk_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
