@@ -22,9 +22,10 @@ for the cores; ours reads in threads, whose CPU time counts); attends by ``--pee
 bf16, sdpa in fp32); takes no account of rows whose target lies outside of the draft vocabulary, for which we compute
 no loss.
 
-In the first epoch ours also finds out which targets lie in the draft vocabulary, by a product with the other rows of
-the head, and keeps it; ``--epoch 2`` measures ours in the second. speculators computes the same in each, and validates
-and saves in between, so that its first is measured.
+Ours also finds out which targets lie in the draft vocabulary: of records that the target wrote greedily, as the made-up
+ones say of themselves (``--mode greedy``: their argmax is the next token), by the tokens; of others (``--mode none``)
+in the first epoch by a product with the other rows of the head, and keeps it; ``--epoch 2`` measures the second.
+speculators computes the same in each, and validates and saves in between, so that its first is measured.
 
 Measured are fp32 and, where the processor has instructions for bfloat16, bf16 (``--precision``). Without them bf16
 says nothing: products in bfloat16 are so slow there (speculators had not made three steps after four minutes, on a
@@ -44,7 +45,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -55,7 +56,7 @@ from step_marks import Marks
 import hsformat as hs
 from hsformat.extraction import make_contract
 from hsformat.layout import parse_capture_key
-from hsformat.record import Record
+from hsformat.record import Generation, Provenance, Record
 from hsformat.target import describe
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.gate import admit
@@ -87,7 +88,9 @@ def make_target(folder: Path) -> Path:
     return folder
 
 
-def make_records(target: Path, *, count: int, tokens: int, prompt: float, vocab: int) -> Iterator[Record]:
+def make_records(
+    target: Path, *, count: int, tokens: int, prompt: float, vocab: int, mode: Literal["none", "greedy"]
+) -> Iterator[Record]:
     """Yield records of random states; every id of a draft vocabulary of ``vocab`` ids is supervised somewhere.
 
     The last token of a record is not supervised: its target distribution would be for a token past the record, which
@@ -95,6 +98,7 @@ def make_records(target: Path, *, count: int, tokens: int, prompt: float, vocab:
     """
     from safetensors.numpy import load_file
 
+    generation = Generation(mode=mode, max_new_tokens=tokens if mode == "greedy" else None)
     rng = np.random.default_rng(1)
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
     chosen = rng.permutation(VOCAB - 8)[:vocab] + 8
@@ -109,7 +113,9 @@ def make_records(target: Path, *, count: int, tokens: int, prompt: float, vocab:
         states[3] = 20 * embedding[np.roll(own, -1)] + 0.1 * states[3]  # the argmax is the next token
         keys = [*(f"d{d}" for d in AUX), f"d{LAYERS}"]
         hidden = {k: s.astype(ml_dtypes.bfloat16) for k, s in zip(keys, states, strict=True)}
-        yield Record(id=f"r{i}", input_ids=own, loss_mask=mask, hidden=hidden)
+        yield Record(
+            id=f"r{i}", input_ids=own, loss_mask=mask, hidden=hidden, provenance=Provenance(generation=generation)
+        )
 
 
 def make_store(path: Path, target: Path, args: argparse.Namespace) -> None:
@@ -119,7 +125,12 @@ def make_store(path: Path, target: Path, args: argparse.Namespace) -> None:
     )
     with hs.create(path, contract) as writer:
         for record in make_records(
-            target, count=args.records, tokens=args.tokens, prompt=args.prompt_share, vocab=args.draft_vocab
+            target,
+            count=args.records,
+            tokens=args.tokens,
+            prompt=args.prompt_share,
+            vocab=args.draft_vocab,
+            mode=args.mode,
         ):
             writer.append(record)
 
@@ -293,6 +304,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft-vocab", type=int, default=16_384)
     parser.add_argument("--tokens", type=int, default=512, help="of a batch, and of a made-up record")
     parser.add_argument("--prompt-share", type=float, default=0.3, help="tokens of a made-up record without loss")
+    parser.add_argument("--mode", choices=["greedy", "none"], default="greedy", help="of made-up records")
     parser.add_argument("--records", type=int, default=64)
     parser.add_argument("--warmup", type=int, default=3, help="steps left out")
     parser.add_argument("--steps", type=int, default=12)

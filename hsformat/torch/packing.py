@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hsformat.record import Generation
 from hsformat.torch.tensors import TensorRecord
 
 __all__ = ["Packed", "pack"]
@@ -38,6 +39,8 @@ class Packed:
         [R + 1] int32: where the tokens and the states of each record begin, and where the last ends.
     record_index
         [sum T] int64: the record of each token, 0..R-1.
+    generations
+        R: who wrote the supervised tokens of each record, and how.
     """
 
     ids: tuple[str, ...]
@@ -50,6 +53,7 @@ class Packed:
     cu_seqlens: torch.Tensor
     cu_states: torch.Tensor
     record_index: torch.Tensor
+    generations: tuple[Generation, ...]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -87,6 +91,7 @@ class Packed:
                     hidden={k: h[s] for k, h in self.hidden.items()},
                     token_fields={k: v[t] for k, v in self.token_fields.items()},
                     record_fields={k: v[r] for k, v in self.record_fields.items()},
+                    generation=self.generations[r],
                 )
             )
         return out
@@ -145,6 +150,7 @@ def pack(records: Sequence[TensorRecord]) -> Packed:
         cu_seqlens=_offsets(lengths.tolist()),
         cu_states=_offsets([r.num_states for r in records]),
         record_index=torch.from_numpy(np.repeat(np.arange(len(records)), lengths)),
+        generations=tuple(r.generation for r in records),
     )
 
 

@@ -14,7 +14,7 @@ from hsformat.checks import check_loaded
 from hsformat.contract import Contract
 from hsformat.dtypes import BFLOAT16
 from hsformat.problems import InvalidRecord
-from hsformat.record import Record
+from hsformat.record import GIVEN, Generation, Record
 
 __all__ = ["TensorRecord", "tensor_record", "to_tensor"]
 
@@ -37,6 +37,8 @@ class TensorRecord:
         Declared fields on the token axis: [T, *shape].
     record_fields
         Declared fields on the record axis: [*shape].
+    generation
+        Who wrote the supervised tokens, and how.
     """
 
     id: str
@@ -46,6 +48,7 @@ class TensorRecord:
     hidden: Mapping[str, torch.Tensor]
     token_fields: Mapping[str, torch.Tensor]
     record_fields: Mapping[str, torch.Tensor]
+    generation: Generation = GIVEN
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +87,7 @@ def tensor_record(record: Record, contract: Contract, captures: Sequence[str]) -
         hidden={key: to_tensor(record.hidden[key]) for key in captures},
         token_fields={name: t for name, (axis, t) in fields.items() if axis == "token"},
         record_fields={name: t for name, (axis, t) in fields.items() if axis == "record"},
+        generation=record.provenance.generation,
     )
 
 

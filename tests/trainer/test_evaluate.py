@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from trainer.plain_draft import PlainDraft
-from trainer.tiny_drafts import AUX, DEPTH, VOCAB, mixed_pack, random_draft, random_target, record_of
+from trainer.tiny_drafts import AUX, DEPTH, GIVEN, GREEDY, VOCAB, mixed_pack, random_draft, random_target, record_of
 
 from hsformat.layout import Layout
-from hsformat.record import Generation
 from hsformat.torch import pack
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.evaluate import (
@@ -27,7 +27,6 @@ from hsformat_trainer.objective import predictions
 pytestmark = pytest.mark.needs("torch")
 
 LAYOUT = Layout(aux=AUX, last=f"d{DEPTH}")
-GREEDY, GIVEN = Generation(mode="greedy", max_new_tokens=8), Generation(mode="none")
 SOME_IDS = [i for i in range(VOCAB) if i % 3 != 1]
 
 
@@ -76,15 +75,14 @@ def test_the_walk_is_what_an_engine_does_with_the_answer(target_ids, options):
     target = random_target()
     draft = random_draft(target, target_ids=target_ids, **options)
     masks = [[0, 0, 0] + [1] * 11, [0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 0], [1] * 7, [0, 0, 1], [0, 0, 0, 1, 1]]
-    records = [record_of(f"r{i}", m, seed=i) for i, m in enumerate(masks)]
+    records = [record_of(f"r{i}", m, seed=i, generation=GREEDY) for i, m in enumerate(masks)]
     steps = 3
     spans = [[(3, 14)], [(1, 5), (7, 13)], [(1, 7)], [(2, 3)], [(3, 5)]]  # r2 has no prompt: nothing drafts its token 1
     for record, parts in zip(records, spans, strict=True):
         for start, end in parts:
             agree(draft, target, record, start, end, steps=steps)
     scores = evaluate_records(
-        draft, target, [pack(records[:2]), pack(records[2:])], layout=LAYOUT, steps=steps,
-        generations={r.id: GREEDY for r in records},
+        draft, target, [pack(records[:2]), pack(records[2:])], layout=LAYOUT, steps=steps
     )  # fmt: skip
     for record, score, parts in zip(records, scores, spans, strict=True):
         rounds = [n for a, b in parts for n in engine(draft, target, record, a, b, steps=steps, target_ids=target_ids)]
@@ -153,16 +151,16 @@ def test_acceptance_at_a_temperature_is_the_overlap_of_whole_distributions(targe
 def test_who_wrote_a_record_decides_what_is_exact():
     packed, target = mixed_pack(), random_target()
     draft = random_draft(target)
-    ids = packed.ids
+    count = len(packed)
 
-    def found(generations, **options):
-        return evaluate(draft, target, [packed], layout=LAYOUT, steps=2, generations=generations, **options)
+    def found(*generations, **options):
+        described = replace(packed, generations=generations)
+        return evaluate(draft, target, [described], layout=LAYOUT, steps=2, **options)
 
-    assert found(dict.fromkeys(ids, GREEDY)).basis.startswith("exact")
-    mixed = found({**dict.fromkeys(ids, GREEDY), ids[0]: GIVEN})
-    assert (mixed.estimate, f"1 of {len(ids)} records" in mixed.basis) == (True, True)
-    assert found(dict.fromkeys(ids[1:], GREEDY)).estimate  # one that nobody described
-    warm = found(dict.fromkeys(ids, GREEDY), temperature=0.7)
+    assert found(*[GREEDY] * count).basis.startswith("exact")
+    mixed = found(GIVEN, *[GREEDY] * (count - 1))
+    assert (mixed.estimate, f"1 of {count} records" in mixed.basis) == (True, True)
+    warm = found(*[GREEDY] * count, temperature=0.7)
     assert (warm.estimate, "temperature 0.7" in warm.basis) == (True, True)
     json.dumps(warm.to_json())
 
@@ -171,7 +169,7 @@ def test_interval_over_records():
     """Records that differ give a wide interval, equal ones none; shares of processes add up."""
     packed, target = mixed_pack(), random_target()
     draft = random_draft(target)
-    scores = evaluate_records(draft, target, [packed], layout=LAYOUT, steps=2, generations={})
+    scores = evaluate_records(draft, target, [packed], layout=LAYOUT, steps=2)
     found = summarize(scores, steps=2)
     assert found == summarize(scores[:3] + scores[3:], steps=2)
     low, high = found.interval

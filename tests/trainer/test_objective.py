@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.plain_draft import PlainDraft
-from trainer.tiny_drafts import AUX, DEPTH, VOCAB, mixed_pack, random_draft, random_target, record_of
+from trainer.tiny_drafts import (
+    AUX,
+    DEPTH,
+    GIVEN,
+    VOCAB,
+    mixed_pack,
+    on_policy,
+    random_draft,
+    random_target,
+    record_of,
+)
 
 from hsformat.align import step_view, supervised
+from hsformat.record import Generation
 from hsformat.torch import pack
 from hsformat_trainer import attention, coverage, objective
 from hsformat_trainer.batch import TrainBatch
@@ -131,8 +144,9 @@ def test_memory_grows_neither_with_rows_by_vocabulary_nor_with_rows_by_rows(trai
     assert max(s[2] for s in scores) == 16
 
 
-def _batch(*records):
-    return TrainBatch.from_packed(pack(records), aux=AUX, last=f"d{DEPTH}", steps=3, hashed=True)
+def _batch(*records, **options):
+    planned = {"aux": AUX, "last": f"d{DEPTH}", "steps": 3, "hashed": True} | options
+    return TrainBatch.from_packed(pack(records), **planned)
 
 
 def test_what_is_known_of_a_state_is_not_computed_again(monkeypatch):
@@ -167,6 +181,53 @@ def test_what_is_known_of_a_state_is_not_computed_again(monkeypatch):
         run(_batch(record_of("a", [0] + [1] * 8, seed=3)), known)
     with pytest.raises(AssertionError, match="outside"):  # as many other rows of the same states
         run(_batch(record_of("a", [0, 1, 1, 1, 1, 1, 1, 1, 0], seed=8)), known)
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize("rule", ["serving", "input"])
+def test_what_the_target_wrote_tells_its_argmax(monkeypatch, rule, hashed):
+    """Logits outside the draft's vocabulary are asked for past the answer alone, and the results are the same."""
+    target = random_target(dtype=torch.float64, sharpness=4.0)
+    draft = random_draft(target, target_ids=SOME_IDS)
+    records = [on_policy(target, f"r{i}", i, dtype=torch.float64, missing_state=i == 1) for i in range(3)]
+    for record in records:
+        record.loss_mask[-2:] = False  # so that under "input" a row is supervised whose target nobody wrote
+    batch = _batch(*records, rule=rule, hashed=hashed)
+    plain = ttt_loss(draft, target, batch, steps=3, decay=0.8, loss="kl")
+    assert 0 < plain.covered.sum() < plain.counted.sum()
+    asked = []
+    real = coverage.outside_logits
+
+    def counted(target, split, hidden, temperature):
+        asked.append(len(hidden))
+        return real(target, split, hidden, temperature)
+
+    monkeypatch.setattr(coverage, "outside_logits", counted)
+    monkeypatch.setattr(objective, "outside_logits", counted)
+    again = ttt_loss(draft, target, batch, steps=3, decay=0.8, loss="kl", coverage=coverage.Coverage(target))
+    assert sum(asked) == 0 if rule == "serving" else 0 < sum(asked) <= len(records)
+    assert torch.equal(again.loss, plain.loss)
+    for name in ("hits", "counted", "covered"):
+        assert torch.equal(getattr(again, name), getattr(plain, name))
+
+
+def test_records_that_are_not_greedy_are_looked_at():
+    """The same tokens and states, said to be given or sampled; and with a token that is not the argmax."""
+    target = random_target(dtype=torch.float64, sharpness=4.0)
+    draft = random_draft(target, target_ids=SOME_IDS)
+    greedy = on_policy(target, "r", 1, dtype=torch.float64)
+    expected = coverage.Coverage(target).of(_batch(greedy), draft.target_ids, torch.float64)
+    other = replace(greedy, input_ids=torch.where(greedy.loss_mask, SOME_IDS[0], greedy.input_ids))
+    known = coverage.Coverage(target)
+    believed = known.of(_batch(other), draft.target_ids, torch.float64)
+    assert believed.all()
+    assert not expected.all()
+    for generation in (GIVEN, Generation(mode="sampled", max_new_tokens=9, temperature=1.0)):
+        batch = _batch(replace(other, generation=generation))
+        assert (batch.written == -1).all()
+        assert torch.equal(known.of(batch, draft.target_ids, torch.float64), expected)
+        once = _batch(replace(other, generation=generation), hashed=False)
+        assert known.of(once, draft.target_ids, torch.float64) is None
 
 
 def test_no_more_states_are_kept_than_allowed():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer.tiny_drafts import AUX, DEPTH, VOCAB, random_draft, random_target, record_of
+from trainer.tiny_drafts import AUX, DEPTH, VOCAB, on_policy, random_draft, random_target
 
 from hsformat.layout import Layout
-from hsformat.record import Generation
 from hsformat.torch import pack
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.evaluate import evaluate, walk
@@ -16,14 +15,6 @@ from hsformat_trainer.objective import ttt_loss
 pytestmark = pytest.mark.needs("torch")
 
 STEPS = 3
-
-
-def on_policy(target, name, seed):
-    """Return a record whose answer is the argmax at each state: 2 of a prompt, 1 of the answer, 2 rounds of 4."""
-    record = record_of(name, [0] * 2 + [1] * 9, seed=seed, dtype=torch.float32)
-    said = target.logits(record.hidden[f"d{DEPTH}"], normed=False).argmax(-1)
-    record.input_ids[2:] = said[1:-1]
-    return record
 
 
 @pytest.mark.parametrize(
@@ -36,11 +27,10 @@ def test_a_draft_learns_its_data_by_heart(loss, options):
     draft = random_draft(target, dtype=torch.float32, intermediate_size=64, **options)
     packed = pack(records)
     batch = TrainBatch.from_packed(packed, aux=AUX, last=f"d{DEPTH}", steps=STEPS)
-    layout, greedy = Layout(aux=AUX, last=f"d{DEPTH}"), Generation(mode="greedy", max_new_tokens=9)
+    layout = Layout(aux=AUX, last=f"d{DEPTH}")
 
     def found():
-        generations = dict.fromkeys(packed.ids, greedy)
-        return evaluate(draft, target, [packed], layout=layout, steps=STEPS, generations=generations)
+        return evaluate(draft, target, [packed], layout=layout, steps=STEPS)
 
     before = found()
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-2)
@@ -75,8 +65,8 @@ def test_a_draft_that_cannot_say_a_token_is_never_perfect():
         result.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    layout, greedy = Layout(aux=AUX, last=f"d{DEPTH}"), Generation(mode="greedy", max_new_tokens=9)
-    found = evaluate(draft, target, [pack([record])], layout=layout, steps=1, generations={"r": greedy})
+    layout = Layout(aux=AUX, last=f"d{DEPTH}")
+    found = evaluate(draft, target, [pack([record])], layout=layout, steps=1)
     counted = result.counted.item()
     assert found.accuracy == found.coverage == ((counted - missed) / counted,)  # all that it can say, and no more
     right = torch.tensor([[int(i) in ids for i in record.input_ids[2:]]]).numpy()

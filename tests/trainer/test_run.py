@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TextIO
 
 import numpy as np
@@ -17,12 +16,10 @@ from small_disk import small_disk
 from tiny_training import STEPS, spec, tiny_admitted, tiny_config, write_data
 
 from hsformat.problems import ContractMismatch, HsError, InvalidRecord, NothingToOpen, StoreError
-from hsformat.record import Generation
 from hsformat_trainer import curves, tracking
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.checkpoint import checkpoints, read_state
 from hsformat_trainer.evaluate import walk
-from hsformat_trainer.evaluator import Evaluator
 from hsformat_trainer.journal import Journal, read_journal
 from hsformat_trainer.loop import RunResult, train
 
@@ -242,22 +239,6 @@ def test_a_vocabulary_without_supervised_ids_is_refused(data: Path, tmp_path: Pa
     assert checkpoints(tmp_path) == []
 
 
-def test_how_a_record_came_about_is_read_once_and_without_states(data: Path) -> None:
-    asked = []
-
-    class Source:
-        def read(self, row: int, *, captures: Any) -> Any:
-            asked.append((row, captures))
-            return SimpleNamespace(provenance=SimpleNamespace(generation=f"of {row}"))
-
-    config = tiny_config(data)
-    evaluator = Evaluator(config, tiny_admitted(config), None, None)  # type: ignore[arg-type] # neither is asked
-    dataset: Any = SimpleNamespace(ids=["r0", "r1"], source=Source())
-    for _ in range(2):
-        assert evaluator._generations_of(dataset) == {"r0": "of 0", "r1": "of 1"}
-    assert asked == [(0, ()), (1, ())]
-
-
 @pytest.mark.parametrize("line", [b'{"x', b'{"x": 1}', b"[1]", b"\xff", b'{"kind": "step"}', b"[" * 100_000])
 def test_a_log_with_a_line_of_another_hand_is_named(tmp_path: Path, line: bytes) -> None:
     whole = b'{"kind": "step", "step": 1, "loss": 2.0, "accuracy": [0.5, null], "lr": {"adamw": 0.1}, "grad_norm": 1.0}'
@@ -274,22 +255,6 @@ def test_numbers_that_a_line_of_the_log_lacks_are_named(tmp_path: Path) -> None:
         read_journal(tmp_path)
     named = {p.where.rpartition(".")[2] for p in e.value.problems}
     assert {"records", "accuracy", "acceptance_length", "compared_length"} <= named
-
-
-def test_records_of_one_id_that_came_about_otherwise_are_not_exact(data: Path) -> None:
-    """Of two stores, one written greedily: by the id alone the other's record was called exact as well."""
-    modes = [Generation(mode="greedy", max_new_tokens=4), Generation(mode="none")]
-
-    class Source:
-        def read(self, row: int, *, captures: Any) -> Any:
-            return SimpleNamespace(provenance=SimpleNamespace(generation=modes[row]))
-
-    for ids in (["r0", "r0"], ["r0", "r1"]):
-        evaluator = Evaluator(tiny_config(data), tiny_admitted(tiny_config(data)), None, None)  # type: ignore[arg-type] # neither is asked
-        dataset: Any = SimpleNamespace(ids=ids, source=Source())
-        for _ in range(2):
-            found = {k: g.mode for k, g in evaluator._generations_of(dataset).items()}
-            assert found == ({"r0": "none"} if ids[1] == "r0" else {"r0": "greedy", "r1": "none"})
 
 
 def test_tensorboard_is_told_the_numbers(data: Path, tmp_path: Path) -> None:

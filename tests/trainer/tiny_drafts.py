@@ -7,6 +7,7 @@ import torch
 from factories import digest
 
 from hsformat.contract import TargetModel
+from hsformat.record import Generation
 from hsformat.torch import TensorRecord, pack
 from hsformat_trainer.draft import Draft
 from hsformat_trainer.draft_spec import DraftSpec
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.needs("torch")  # nothing imports this module without i
 
 HIDDEN, VOCAB, DEPTH = 16, 40, 4
 AUX = ("d1", "d2", "d3")
+GREEDY, GIVEN = Generation(mode="greedy", max_new_tokens=9), Generation(mode="none")
 
 
 class Map:
@@ -103,7 +105,7 @@ def random_draft(target, *, target_ids=None, dtype=torch.float64, seed=0, **chan
     return draft.to(dtype)
 
 
-def record_of(name, mask, *, seed=0, missing_state=False, dtype=torch.float64, offset=0):
+def record_of(name, mask, *, seed=0, missing_state=False, dtype=torch.float64, offset=0, generation=GIVEN):
     made = torch.Generator().manual_seed(seed)
     tokens = len(mask)
     states = tokens - missing_state
@@ -118,7 +120,17 @@ def record_of(name, mask, *, seed=0, missing_state=False, dtype=torch.float64, o
         },
         token_fields={},
         record_fields={},
+        generation=generation,
     )
+
+
+def on_policy(target, name, seed, *, dtype=torch.float32, missing_state=False):
+    """Return a record whose answer is the argmax at each state: 2 tokens of a prompt, 9 of the answer."""
+    mask = [0] * 2 + [1] * 9
+    record = record_of(name, mask, seed=seed, dtype=dtype, missing_state=missing_state, generation=GREEDY)
+    said = target.logits(record.hidden[f"d{DEPTH}"], normed=False).argmax(-1)
+    record.input_ids[2:] = said[1:10]
+    return record
 
 
 def mixed_pack(dtype=torch.float64):

@@ -106,10 +106,10 @@ def test_dtypes_fields_and_positions(tmp_path, monkeypatch):
 
 def test_states_have_offsets_of_their_own():
     """A batch of generated records: joined by one offset, the next record's states would move."""
-    generated = Provenance(generation=Generation(mode="greedy", max_new_tokens=3))
+    generations = (Generation(mode="greedy", max_new_tokens=3), Generation(mode="sampled", max_new_tokens=3))
     records = []
-    for i, t in enumerate((4, 6)):
-        record = tiny_record(CONTRACT, f"r{i}", tokens=t, seed=i, provenance=generated)
+    for i, (t, generation) in enumerate(zip((4, 6), generations, strict=True)):
+        record = tiny_record(CONTRACT, f"r{i}", tokens=t, seed=i, provenance=Provenance(generation=generation))
         record.hidden = {k: h[:-1] for k, h in record.hidden.items()}
         records.append(record)
     packed = pack([tensor_record(r, CONTRACT, CONTRACT.keys) for r in records])
@@ -123,6 +123,8 @@ def test_states_have_offsets_of_their_own():
         assert got.hidden["d4"].view(torch.uint16).numpy().tobytes() == record.hidden["d4"].tobytes()
         assert got.hidden["d4"].untyped_storage().data_ptr() == packed.hidden["d4"].untyped_storage().data_ptr()
         assert got.input_ids.tolist() == record.input_ids.tolist()
+        assert got.generation == record.provenance.generation
+    assert packed.to("meta").generations == generations
 
 
 def test_pack_refuses_nothing_and_mixtures(dataset, path):

@@ -116,11 +116,14 @@ class TrainBatch:
         What is computed.
     distributions
         [P] into ``last``, ascending: the states whose distributions are asked for, each once for all steps.
+    written
+        [P] int64 of the CPU: the token that the target took from each of these distributions, being the largest; -1
+        where the record does not say that it did: it is not greedy, or the token is not the target's.
     distribution_starts
         R + 1 numbers: where those of each record begin, and where the last end.
     content_hash
-        R numbers: XXH3-128 of each record's mask and rows of ``last``, from which follows what is known of them,
-        whatever the record's id is and in which store. Empty: not asked for.
+        R numbers: XXH3-128 of each record's mask and rows of ``last``, and of its tokens where it is greedy, from which
+        follows what is known of them, whatever the record's id is and in which store. Empty: not asked for.
     """
 
     ids: tuple[str, ...]
@@ -134,6 +137,7 @@ class TrainBatch:
     keys: KeyRows
     steps: tuple[StepRows, ...]
     distributions: torch.Tensor
+    written: npt.NDArray[np.int64]
     distribution_starts: tuple[int, ...]
     content_hash: tuple[int, ...]
 
@@ -211,8 +215,13 @@ def _plan(packed: Packed, num_steps: int, rule: MaskRule) -> dict[str, Any]:
     token_of, position_of = torch.zeros((2, num_steps, total), dtype=torch.int64)
     state_of, target_of = torch.zeros((2, num_steps, total), dtype=torch.int64)
     feature_of = torch.zeros(total, dtype=torch.int64)
+    written_of = torch.full((states[-1],), -1)
     for r in range(len(packed)):
         first, end = tokens[r], tokens[r + 1]
+        if packed.generations[r].mode == "greedy":
+            view = step_view(end - first, 0)  # which has all the distributions of later steps
+            taken = torch.where(mask[first:end][view.target], ids[first:end][view.target], -1)
+            written_of[states[r] : states[r + 1]][view.distribution] = taken
         for k in range(num_steps):
             view = step_view(end - first, k)
             here = slice(first, first + view.count)
@@ -262,17 +271,20 @@ def _plan(packed: Packed, num_steps: int, rule: MaskRule) -> dict[str, Any]:
         ),
         "steps": tuple(steps),
         "distributions": distributions,
+        "written": written_of[distributions].numpy(),
         "distribution_starts": tuple(torch.searchsorted(distributions, packed.cu_states.cpu().long()).tolist()),
     }
 
 
 def _content(packed: Packed, last: str) -> tuple[int, ...]:
     tokens, states = packed.cu_seqlens.tolist(), packed.cu_states.tolist()
-    mask, rows = packed.loss_mask.cpu(), packed.hidden[last].detach().cpu()
+    ids, mask, rows = packed.input_ids.cpu(), packed.loss_mask.cpu(), packed.hidden[last].detach().cpu()
     out = []
     for r in range(len(packed)):
         h = xxh3_128(mask[tokens[r] : tokens[r + 1]].contiguous().view(torch.uint8).numpy().data)
         h.update(rows[states[r] : states[r + 1]].contiguous().view(torch.uint8).numpy().data)
+        if packed.generations[r].mode == "greedy":
+            h.update(ids[tokens[r] : tokens[r + 1]].contiguous().numpy().data)
         out.append(h.intdigest())
     return tuple(out)
 

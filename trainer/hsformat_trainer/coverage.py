@@ -1,8 +1,9 @@
 """Whether a target's argmax over its whole vocabulary is in the draft's: the largest of the logits outside it.
 
 They are a fifth of all products of a small draft's training, for a bit a state that never changes while it is trained.
-So :class:`Coverage` keeps that bit over epochs. It is found record by record: what a record's rows give must not depend
-on the batch that they were in, or a run that is resumed would not be the one that went on.
+So :class:`Coverage` takes that bit from the tokens where the target wrote them greedily, each being the argmax, and
+elsewhere keeps it over epochs. It is found record by record: what a record's rows give must not depend on the batch
+that they were in, or a run that is resumed would not be the one that went on.
 
 Shapes: C states, Vd draft vocabulary, V target vocabulary, P states of a batch whose distributions are asked for.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hsformat_trainer.batch import TrainBatch
@@ -42,12 +45,19 @@ class Coverage:
 
     def __init__(self, target: TargetHead, *, most: int = 2**30) -> None:
         self._target = target
+        self._ids: npt.NDArray[np.int64] | None = None
         self._known: dict[int, torch.Tensor] = {}
         self._left = most
 
     @torch.no_grad()
-    def of(self, batch: TrainBatch, target_ids: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return [P] bool of a batch, on its device; the batch is planned with ``hashed``.
+    def of(self, batch: TrainBatch, target_ids: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return [P] bool of a batch, on its device.
+
+        None: it is not known, and finding it here would save nothing, since the batch was planned without ``hashed``,
+        so that it could not be kept.
+
+        A record that says that it is greedy is believed: at two tokens that are all but equally likely, the precision
+        of products may make the other one the argmax here.
 
         Parameters
         ----------
@@ -60,13 +70,22 @@ class Coverage:
         states = batch.distributions
         if target_ids is None:
             return torch.ones(len(states), dtype=torch.bool, device=states.device)
+        if self._ids is None:
+            self._ids = target_ids.cpu().numpy()
         found = []
-        starts = itertools.pairwise(batch.distribution_starts)
-        for content, (first, end) in zip(batch.content_hash, starts, strict=True):
-            inside = self._known.get(content)
+        for r, (first, end) in enumerate(itertools.pairwise(batch.distribution_starts)):
+            content = batch.content_hash[r] if batch.content_hash else None
+            inside = None if content is None else self._known.get(content)
             if inside is None:
-                inside = self._look(batch, states[first:end], self._target.split(target_ids, dtype), dtype)
-                if len(inside) <= self._left:
+                written = batch.written[first:end]
+                if content is None and first < end and (written < 0).all():
+                    return None
+                inside = torch.from_numpy(np.isin(written, self._ids)).to(states.device)
+                if len(others := np.flatnonzero(written < 0)):
+                    at = torch.from_numpy(others).to(states.device)
+                    split = self._target.split(target_ids, dtype)
+                    inside[at] = self._look(batch, states[first:end][at], split, dtype)
+                if content is not None and len(inside) <= self._left:
                     self._left -= len(inside)
                     self._known[content] = inside
             found.append(inside)

@@ -17,7 +17,7 @@ probability ``sum min(p, q)`` with which a drafted token is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 from hsformat.layout import Layout
 from hsformat.problems import InvalidRecord, Problem
-from hsformat.record import Generation
 from hsformat.torch import Packed
 from hsformat_trainer.batch import TrainBatch
 from hsformat_trainer.draft import Draft
@@ -131,14 +130,11 @@ def evaluate(
     *,
     layout: Layout,
     steps: int,
-    generations: Mapping[str, Generation],
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Evaluation:
     """Evaluate a draft: :func:`evaluate_records`, then :func:`summarize`."""
-    scores = evaluate_records(
-        draft, target, batches, layout=layout, steps=steps, generations=generations, temperature=temperature
-    )
+    scores = evaluate_records(draft, target, batches, layout=layout, steps=steps, temperature=temperature)
     return summarize(scores, steps=steps, temperature=temperature, seed=seed)
 
 
@@ -149,7 +145,6 @@ def evaluate_records(
     *,
     layout: Layout,
     steps: int,
-    generations: Mapping[str, Generation],
     temperature: float = 0.0,
 ) -> list[RecordScore]:
     """Return the score of every record, in the order of the batches; several processes may each do some of them.
@@ -160,8 +155,6 @@ def evaluate_records(
         Which captures the draft is fed, and which gives the target's distribution.
     steps
         K, tokens drafted a round.
-    generations
-        How each record came about; one that is not named counts as given (an estimate).
     temperature
         At which draft and target sample; 0: greedy.
 
@@ -187,7 +180,7 @@ def evaluate_records(
             batch = TrainBatch.from_packed(packed, aux=layout.aux, last=layout.last, steps=steps, rule="serving")
             batch = batch.to(device)
             if all(map(is_finite, (*batch.aux, batch.last))):
-                scores += _scores(draft, target, packed, batch, generations, temperature)
+                scores += _scores(draft, target, packed, batch, temperature)
             else:
                 broken += states_not_finite(packed)
     finally:
@@ -301,7 +294,6 @@ def _scores(
     target: TargetHead,
     packed: Packed,
     batch: TrainBatch,
-    generations: Mapping[str, Generation],
     temperature: float,
 ) -> list[RecordScore]:
     said = predictions(draft, target, batch, steps=len(batch.steps), temperature=temperature)
@@ -320,10 +312,9 @@ def _scores(
     prefix = np.logical_and.accumulate(hit, axis=0)
     mask, starts = packed.loss_mask.cpu().numpy(), packed.cu_seqlens.tolist()
     scores = []
-    for record_id, (first, end) in zip(packed.ids, pairwise(starts), strict=True):
+    for record_id, generation, (first, end) in zip(packed.ids, packed.generations, pairwise(starts), strict=True):
         here = slice(first, end)
-        generation = generations.get(record_id)
-        greedy = generation is not None and generation.mode == "greedy"
+        greedy = generation.mode == "greedy"
         rounds, accepted_K = 0.0, np.zeros(steps)
         for a, b in _spans(mask[here]):
             if temperature > 0:

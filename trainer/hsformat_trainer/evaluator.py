@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from hsformat.problems import InvalidRecord, Problem, problem
-from hsformat.record import Generation
-from hsformat.torch import RecordDataset
 from hsformat_trainer.admitted import Admitted
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.data import eval_loader
@@ -36,7 +34,6 @@ class Evaluator:
 
     def __init__(self, config: TrainConfig, admitted: Admitted, processes: Processes, stop: Stop) -> None:
         self._config, self._admitted, self._processes, self._stop = config, admitted, processes, stop
-        self._generations: dict[str, Generation] = {}
 
     def __call__(self, parts: Parts, *, most: int | None) -> dict[str, Any] | None:
         """Return the evaluation as JSON-able data; None: nothing is held out, or it was stopped.
@@ -72,7 +69,6 @@ class Evaluator:
                     takewhile(lambda _: not self._stop.asked(), batches),
                     layout=self._admitted.layout,
                     steps=config.steps,
-                    generations=self._generations_of(loader.dataset),
                 )
             except InvalidRecord as e:
                 broken = e.problems
@@ -102,17 +98,3 @@ class Evaluator:
         few = eval_loader(self._config, self._admitted, most=self._config.eval_records)
         kept = frozenset(() if few is None else few.dataset.ids)
         return [s for s in scores if s.id in kept]
-
-    def _generations_of(self, dataset: RecordDataset) -> dict[str, Generation]:
-        """Return how the records came about, by id; each is asked once a run, and its states are not read.
-
-        Where two records of one id, of two stores, came about otherwise, neither is taken for written by the target.
-        """
-        seen = set()
-        for row, record_id in enumerate(dataset.ids):
-            known = self._generations.get(record_id)
-            if known is None or record_id in seen:
-                found = dataset.source.read(row, captures=()).provenance.generation
-                self._generations[record_id] = found if known in (None, found) else Generation(mode="none")
-            seen.add(record_id)
-        return self._generations

@@ -48,7 +48,7 @@ class Objective(nn.Module):
         self.draft = draft
         self._target = (target,)  # in a tuple, so that it is no submodule
         self._config, self._processes = config, processes
-        self._coverage = Coverage(target) if keeps_coverage(config) else None
+        self._coverage = Coverage(target)
 
     def forward(self, batch: TrainBatch, normalizer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, and [3, K] float64: sums of the loss, hits and rows.
