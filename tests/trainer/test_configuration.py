@@ -98,6 +98,24 @@ def test_a_key_that_is_there_twice_does_not_hide_the_rest(file):
     assert len(wrong(path, {})) == 1
 
 
+def test_anchors_that_stand_for_millions_of_values_are_refused(file):
+    """Ten lines that are 10**8 strings written out: the process worked on them for minutes."""
+    lines = ['a0: &a0 ["x","x","x","x","x","x","x","x","x","x"]']
+    lines += [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 8)]
+    path = file("\n".join([*lines, "stores: *a7", ""]))
+    (p,) = wrong(path, {})
+    assert (p.code, p.where) == ("HS602", path)
+    assert "values" in p.got
+    (p,) = wrong(file("stores: &a [*a]\n"), {})
+    assert p.code == "HS602"
+
+
+@pytest.mark.parametrize(("name", "value"), [("epochs", 10**24), ("workers", 10**9)])
+def test_numbers_beyond_any_run_are_refused(name, value):
+    (p,) = wrong(None, {**NEEDED, name: value})
+    assert (p.code, p.where) == ("HS603", f"--{name}")
+
+
 def test_what_is_named_twice_or_is_no_share_has_its_place(tmp_path, file):
     (p,) = wrong(None, {**NEEDED, "aux": "d1,d2,d1"})  # it ended with a traceback
     assert (p.where, p.expected) == ("--aux", "each capture once")

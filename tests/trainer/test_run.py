@@ -239,6 +239,18 @@ def test_a_vocabulary_without_supervised_ids_is_refused(data: Path, tmp_path: Pa
     assert checkpoints(tmp_path) == []
 
 
+def test_memory_that_is_not_there_is_told(data: Path, tmp_path: Path) -> None:
+    """A draft of 16 TiB: the allocator's own words, and what to lower."""
+    config = tiny_config(data, out=str(tmp_path), max_steps=1)
+    admitted = tiny_admitted(config)
+    admitted = replace(admitted, spec=admitted.spec.model_copy(update={"intermediate_size": 2**38}))
+    with pytest.raises(HsError) as e:
+        train(config, admitted)
+    (p,) = e.value.problems
+    assert (p.code, p.where) == ("HS410", "--device cpu")
+    assert "--batch-tokens" in str(p.fix)
+
+
 @pytest.mark.parametrize("line", [b'{"x', b'{"x": 1}', b"[1]", b"\xff", b'{"kind": "step"}', b"[" * 100_000])
 def test_a_log_with_a_line_of_another_hand_is_named(tmp_path: Path, line: bytes) -> None:
     whole = b'{"kind": "step", "step": 1, "loss": 2.0, "accuracy": [0.5, null], "lr": {"adamw": 0.1}, "grad_norm": 1.0}'

@@ -218,7 +218,7 @@ class TrainConfig(Frozen):
     ] = "serving"
 
     # the run
-    epochs: Annotated[Count, Field(description="Passes over the records.")] = 1
+    epochs: Annotated[int, Field(gt=0, le=10_000, description="Passes over the records.")] = 1
     max_steps: Annotated[Count | None, Field(description="End after so many optimizer steps; without: epochs.")] = None
     batch_tokens: Annotated[
         Count, Field(description="Most tokens of a batch (of one process, before accumulation); packed, not padded.")
@@ -242,7 +242,7 @@ class TrainConfig(Frozen):
     ] = "bf16"
     device: Annotated[Text, Field(description="auto (a GPU where there is one), cpu, cuda, ...")] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**53, description="Of weights, order and held-out records.")] = 0
-    workers: Annotated[Natural, Field(description="Threads that read ahead; 0: none.")] = 2
+    workers: Annotated[int, Field(ge=0, le=256, description="Threads that read ahead; 0: none.")] = 2
 
     # what is written
     save_every: Annotated[Natural, Field(description="Optimizer steps between checkpoints; 0: at the end alone.")] = 500

@@ -18,7 +18,10 @@ from pydantic import BaseModel, ValidationError
 from hsformat.problems import HsError, NothingToOpen, Problem, problem
 from hsformat_trainer.config import HeldOut, StoreWeight, TrainConfig
 
-__all__ = ["ConfigError", "load_config", "read_yaml", "to_yaml"]
+__all__ = ["MOST_VALUES", "ConfigError", "load_config", "read_yaml", "to_yaml"]
+
+MOST_VALUES = 100_000
+"""Values of a config, as many stores and lists as they may be in."""
 
 _STORES = "STORE... and --weights"
 """Where flags say what is trained on."""
@@ -148,7 +151,15 @@ def _walk(
     places: dict[tuple[str | int, ...], str],
     problems: list[Problem],
 ) -> None:
-    """Note where each value stands, and refuse a key that is there twice."""
+    """Note where each value stands, and refuse a key that is there twice.
+
+    Raises
+    ------
+    ValueError
+        There are too many values: a few lines of anchors stand for any number.
+    """
+    if len(places) > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values, anchors written out")
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = str(key.value)

@@ -24,6 +24,7 @@ from hsformat_trainer.curves import MISSING, can_draw, draw_curves
 from hsformat_trainer.data import train_loader
 from hsformat_trainer.evaluator import Evaluator
 from hsformat_trainer.journal import Journal, StepLine, read_journal, writing
+from hsformat_trainer.memory import memory_problem
 from hsformat_trainer.parts import Parts, build
 from hsformat_trainer.processes import Processes
 from hsformat_trainer.progress import Show, training_progress
@@ -94,7 +95,8 @@ def train(config: TrainConfig, admitted: Admitted, *, resume: bool = False) -> R
     Raises
     ------
     HsError
-        HS501: ``out`` holds checkpoints and ``resume`` is not asked for; HS410: a tracker or a device is not there.
+        HS501: ``out`` holds checkpoints and ``resume`` is not asked for; HS410: a tracker or a device is not there, or
+        its memory is used up.
     ContractMismatch
         The checkpoint is of other data, another layout, target, vocabulary, of other batches or options.
     InvalidRecord
@@ -111,7 +113,12 @@ def train(config: TrainConfig, admitted: Admitted, *, resume: bool = False) -> R
             fix = "--resume goes on with it; another --out begins another"
             raise HsError(problem("HS501", where=config.out, got=got, expected=expected, fix=fix))
         with Stop() as stop:
-            return _Run(config, admitted, processes, stop)(begun)
+            try:
+                return _Run(config, admitted, processes, stop)(begun)
+            except (RuntimeError, MemoryError) as e:
+                if (used_up := memory_problem(e, config)) is None:
+                    raise
+                raise HsError(used_up) from e
     except HsError as e:
         if processes.first:
             raise
