@@ -12,7 +12,7 @@ DEMO_DTYPE = $(shell $(BIN)/python -c \
 export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test test-matrix test-engines lint format docs bench dist clean
+.PHONY: help demo test test-matrix test-engines engine-suite-vllm engine-suite-sglang engine-suite-transformers lint format docs bench dist clean
 
 help:
 	@echo "make demo   extract real states, validate them, train a draft, export it; see three faults refused"
@@ -57,11 +57,17 @@ $(ENGINES)/%/.installed: scripts/engines/setup_%_cpu.sh $(wildcard scripts/engin
 	PYTHON=$(PYTHON) $< $(@D)
 	@touch $@
 
-test-engines: $(VENV)/.installed $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed
+# Both engines at once, from their installation on: much of it is waiting, and loads that use one core. What each says
+# comes when it has ended.
+test-engines: $(VENV)/.installed
 	$(BIN)/python examples/make_demo_target.py --out $(DEMO)/target
-	HSFORMAT_ENGINE=transformers $(BIN)/python -m pytest -q -m engine tests/engines
-	HSFORMAT_ENGINE=vllm $(ENGINES)/vllm/bin/python -m pytest -q -m engine tests/engines
-	HSFORMAT_ENGINE=sglang $(ENGINES)/sglang/bin/python -m pytest -q -m engine tests/engines
+	$(MAKE) --jobs 2 --output-sync=target engine-suite-vllm engine-suite-sglang engine-suite-transformers
+
+engine-suite-vllm engine-suite-sglang: engine-suite-%: $(ENGINES)/%/.installed
+	HSFORMAT_ENGINE=$* $(ENGINES)/$*/bin/python -m pytest -q --durations 10 -m engine tests/engines
+
+engine-suite-transformers: $(VENV)/.installed
+	HSFORMAT_ENGINE=transformers $(BIN)/python -m pytest -q --durations 10 -m engine tests/engines
 
 # Takes minutes a row and downloads what pip finds newest: for releases, not for each change.
 test-matrix:
