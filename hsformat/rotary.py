@@ -25,13 +25,16 @@ class Rope(Frozen):
         ``all``, or the layer type of the target's config (``sliding_attention``; ``no_rope_layers`` of a config that
         lists layers without RoPE) where types differ.
     kind
-        ``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3`` as Transformers names them.
+        ``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, ``proportional`` as Transformers
+        names them.
     theta
         Base of the frequencies.
     rotary_dim
         How many of a head's dimensions are rotated.
     parameters
-        The other parameters of the kind, by the names that Transformers uses.
+        The other parameters of the kind, by the names that Transformers uses. Of ``proportional``, ``head_dim`` D is
+        one: with R = ``rotary_dim``, dimension i of a head is rotated with dimension i + D/2, by ``theta ** (-2i / D)``
+        a position for i below R/2 (divided by ``factor`` where there is one), and not at all for the others.
     """
 
     applies_to: str

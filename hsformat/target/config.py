@@ -9,7 +9,8 @@ The normalised config (docs/spec cites this rule) is made of ``config.json`` in 
    ``num_local_experts``. Of a family outside the table, sizes may stand under one of :data:`OTHER_NAMES`. A null never
    replaces another value.
 3. ``head_dim`` is filled in: the family's default, else ``hidden_size // num_attention_heads``; with latent attention
-   it is ``qk_rope_head_dim``. ``num_key_value_heads``: null is ``num_attention_heads``.
+   it is ``qk_rope_head_dim``. ``num_key_value_heads``: null is ``num_attention_heads``. Where layers differ in them,
+   ``per_layer_config`` says how, in one form (``hsformat.target.layerwise``).
 4. With ``use_sliding_window`` false there is no ``sliding_window``. ``layer_types`` is computed as the family does
    where it is missing, and replaces what it was computed from (:data:`DERIVED`); where all layers are
    ``full_attention`` it is left out.
@@ -35,6 +36,7 @@ from hsformat.digests import canonical_json
 from hsformat.problems import ForeignFileError, Problem, problem
 from hsformat.target.families import FAMILIES, SEVERAL_STREAMS, WRAPPERS, Family, family_defaults
 from hsformat.target.jsonfiles import corrupt, read_object, require_folder
+from hsformat.target.layerwise import head_dims, layer_overrides
 from hsformat.target.rope import ROPE_KEYS, normalise_ropes
 
 __all__ = [
@@ -88,7 +90,7 @@ _INTEGERS = {
     "num_hidden_layers": (1, 100_000), "hidden_size": (1, 2**31), "vocab_size": (1, 2**31), "head_dim": (1, 2**31),
     "num_attention_heads": (1, 2**31), "num_key_value_heads": (1, 2**31), "qk_rope_head_dim": (1, 2**31),
     "sliding_window": (0, 2**53), "sliding_window_pattern": (1, 2**31), "max_window_layers": (0, 2**31),
-    "no_rope_layer_interval": (1, 2**31),
+    "no_rope_layer_interval": (1, 2**31), "global_head_dim": (1, 2**31), "num_global_key_value_heads": (1, 2**31),
 }  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
@@ -199,8 +201,13 @@ def normalise(config: ModelConfig, *, problems: list[Problem]) -> tuple[dict[str
     rule = config.family.rope if config.family else None
     ropes: tuple[Rope, ...] = ()
     if config.family is None or rule is not None:
+        where = str(config.path)
+        widths: dict[str, int] = {}
+        if config.family and config.family.full_head_dim is not None:
+            widths, found = head_dims(config.values, where=where)
+            problems += found
         ropes = normalise_ropes(
-            config.values, rule, head_dim=config.values["head_dim"], where=str(config.path), problems=problems
+            config.values, rule, head_dim=config.values["head_dim"], head_dims=widths, where=where, problems=problems
         )
     defaults = family_defaults(config.model_type)
     always = ("model_type", "tie_word_embeddings", *_SIZES)
@@ -262,6 +269,12 @@ def _fill_in(values: dict[str, Any], family: Family | None, defaults: Mapping[st
     if family and family.layer_types and values.get("layer_types") is None:
         values["layer_types"] = family.layer_types(values)
     _check_list(values, "layer_types", str, path)
+    if family and family.ends_full:
+        values["layer_types"] = [*values["layer_types"][:-1], "full_attention"]
+    if family and family.full_head_dim is not None:
+        problems = layer_overrides(values, full_head_dim=family.full_head_dim, defaults=defaults, where=str(path))
+        if problems:
+            raise ForeignFileError(problems)
     if set(values.get("layer_types") or ()) == {"full_attention"}:
         del values["layer_types"]
 

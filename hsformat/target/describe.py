@@ -16,6 +16,7 @@ from hsformat.problems import ForeignFileError, Problem, problem
 from hsformat.target.checkpoint import Checkpoint, read_checkpoint
 from hsformat.target.checkpoint import weights_digest as hash_weights
 from hsformat.target.config import ModelConfig, normalise, read_config, unknown_family_problem
+from hsformat.target.families import WITHOUT_CAP
 from hsformat.target.jsonfiles import corrupt, require_folder
 from hsformat.target.keytensors import KeyTensors, Role, basis_digest, find_key_tensors, shape_problems
 from hsformat.target.tokenizer import chat_template, tokenizer_digest
@@ -260,8 +261,7 @@ def _table_facts(config: ModelConfig, problems: list[Problem]) -> dict[str, Any]
 
     eps = value(family.eps_key)
     no_cap = family.softcap is None or config.get(family.softcap) is None
-    if config.wrapper and not no_cap:
-        # Gemma3ForConditionalGeneration ignores the cap (Transformers 5.24.0, run); the text model does not.
+    if config.wrapper in WITHOUT_CAP and not no_cap:
         fix = "the wrapper and its text model give different logits; use the text model"
         where = f"{config.path}: {family.softcap}"
         problems.append(problem("HS410", where=where, got=config.get(str(family.softcap)), expected="null", fix=fix))

@@ -18,7 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["FAMILIES", "SEVERAL_STREAMS", "WRAPPERS", "Family", "LayerTypes", "RopeRule", "family_defaults"]
+__all__ = [
+    "FAMILIES", "SEVERAL_STREAMS", "WITHOUT_CAP", "WRAPPERS", "Family", "LayerTypes", "RopeRule", "family_defaults",
+]  # fmt: skip
 
 LayerTypes = Callable[[Mapping[str, Any]], list[str]]
 """Computes ``layer_types`` from the other keys of a config that leaves it out."""
@@ -41,7 +43,7 @@ class RopeRule:
     kinds
         Other names of a kind, old or wrong ones that the family's class replaces.
     parameters
-        What it uses when the config gives no parameters at all.
+        What it uses when the config gives no parameters at all; or one such object a layer type.
     """
 
     theta: float = 10_000.0
@@ -77,6 +79,10 @@ class Family:
         Config keys of this family to the usual ones.
     layer_types
         How they follow from other keys; None: all layers are alike.
+    ends_full
+        Whether the last layer is ``full_attention``, whatever the config lists.
+    full_head_dim
+        ``head_dim`` of the full layers where the config gives none (``hsformat.target.layerwise``); None: that of all.
     rope
         None: no rotary embedding.
     source
@@ -96,6 +102,8 @@ class Family:
     latent_attention: bool = False
     renames: Mapping[str, str] = field(default_factory=dict)
     layer_types: LayerTypes | None = None
+    ends_full: bool = False
+    full_head_dim: int | None = None
     rope: RopeRule | None = field(default_factory=RopeRule)
 
 
@@ -107,6 +115,10 @@ def _full_every(period: int) -> LayerTypes:
         return _types(config, lambda i: bool((i + 1) % n))
 
     return layer_types
+
+
+def _slide_but_every_sixth(config: Mapping[str, Any]) -> list[str]:
+    return _types(config, lambda i: bool((i + 1) % 6))
 
 
 def _types(config: Mapping[str, Any], slides: Callable[[int], bool]) -> list[str]:
@@ -160,6 +172,21 @@ FAMILIES: Mapping[str, Family] = {
         embedding_scale="sqrt(hidden_size)", softcap="final_logit_softcapping", renames=_ACTIVATION,
         layer_types=_full_every(6), rope=RopeRule(theta=1e6, local_theta=10_000.0),
     ),
+    # One residual stream in all sizes: a layer returns (h + attention + feed-forward (+ experts) + gated input of that
+    # layer) * layer_scalar. What embed_tokens_per_layer gives enters beside it, from the token and from depth 0, and
+    # depth 0 itself is the scaled row alone; shared keys and values change what a layer attends to.
+    "gemma4_text": Family(
+        source="Gemma4RMSNorm (weight alone), Gemma4TextScaledWordEmbedding, Gemma4TextDecoderLayer, Gemma4TextModel, "
+        "Gemma4ForCausalLM, Gemma4TextConfig; _compute_proportional_rope_parameters",
+        embedding_scale="sqrt(hidden_size)", softcap="final_logit_softcapping", renames=_ACTIVATION,
+        layer_types=_slide_but_every_sixth, ends_full=True, full_head_dim=512,
+        rope=RopeRule(
+            parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
+        ),
+    ),
     "gpt2": Family(
         source="GPT2Model: ln_f, wte + wpe", norm="layernorm", norm_bias=True, eps_key="layer_norm_epsilon",
         learned_positions=True, renames=_GPT2_NAMES, rope=None,
@@ -204,8 +231,12 @@ FAMILIES: Mapping[str, Family] = {
 
 WRAPPERS: Mapping[str, str] = {
     "gemma3": "Gemma3ForConditionalGeneration: the decoder of text_config, unchanged for text",
+    "gemma4": "Gemma4ForConditionalGeneration: the decoder of text_config, unchanged for text, with its cap",
 }
 """Multimodal models whose text part is the decoder that ``text_config`` describes."""
+
+WITHOUT_CAP = frozenset({"gemma3"})
+"""Those of them that ignore the cap on the logits, which the text model heeds (Transformers 5.24.0, run)."""
 
 SEVERAL_STREAMS: Mapping[str, str] = {
     "gemma3n": "AltUp keeps several predictions of the residual stream",

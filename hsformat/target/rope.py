@@ -16,7 +16,7 @@ from hsformat.target.families import RopeRule
 
 __all__ = ["KINDS", "ROPE_KEYS", "normalise_ropes"]
 
-KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 """Kinds that a contract can hold; another one is refused (a silent fallback: NeMo Automodel PR#2399)."""
 
 ROPE_KEYS = frozenset(
@@ -30,12 +30,20 @@ _NEEDS_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 def normalise_ropes(
-    config: Mapping[str, Any], rule: RopeRule | None, *, head_dim: int, where: str, problems: list[Problem]
+    config: Mapping[str, Any],
+    rule: RopeRule | None,
+    *,
+    head_dim: int,
+    where: str,
+    problems: list[Problem],
+    head_dims: Mapping[str, int] | None = None,
 ) -> tuple[Rope, ...]:
     """Return one entry a set of layers; what cannot be read is added to ``problems`` (HS603).
 
     ``rule`` is the family's; None: nothing may be filled in, and a config without any RoPE key has no RoPE.
+    ``head_dims`` are those of layer types whose heads are not ``head_dim`` wide.
     """
+    widths = head_dims or {}
     scaling, newer = config.get("rope_scaling"), config.get("rope_parameters")
     problems += _disagreements(scaling, newer, config.get("rope_theta"), where)
     given = scaling or newer
@@ -60,7 +68,16 @@ def normalise_ropes(
         place = f"{where}: rope_parameters" + ("" if len(sets) == 1 else f".{layers}")
         base = local if layers == "sliding_attention" and local is not None else theta
         ropes.append(
-            _rope(config, p, rule_used, layers=layers, theta=base, head_dim=head_dim, where=place, problems=problems)
+            _rope(
+                config,
+                p,
+                rule_used,
+                layers=layers,
+                theta=base,
+                head_dim=widths.get(layers, head_dim),
+                where=place,
+                problems=problems,
+            )
         )
     return tuple(r for r in ropes if r is not None)
 
@@ -111,13 +128,15 @@ def _rope(
     if not _positive(theta):
         problems.append(_problem(f"{where}: rope_theta", repr(theta), "a number above 0"))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", rule.partial))
-    if not _positive(partial) or partial > 1 or int(head_dim * partial) < 1:
+    if not _positive(partial) or partial > 1 or _rotated(kind, head_dim, partial) < 1:
         problems.append(_problem(f"{where}: partial_rotary_factor", repr(partial), "a number above 0, at most 1"))
     rest = {k: v for k, v in parameters.items() if k not in _READ and v is not None}
     if kind in _NEEDS_ORIGINAL:
         own = config.get("original_max_position_embeddings")
         fallback = rest.get("original_max_position_embeddings", config.get("max_position_embeddings"))
         rest["original_max_position_embeddings"] = fallback if own is None else own
+    if kind == "proportional":  # its frequencies are spread over the whole head
+        rest["head_dim"] = head_dim
     out: dict[str, Any] = {}
     for key, value in sorted(rest.items()):
         if isinstance(value, list) and all(_number(v) for v in value):
@@ -129,9 +148,13 @@ def _rope(
             problems.append(_problem(f"{where}: {key}", repr(value)[:100], "a number, text, or a list of numbers"))
     if len(problems) > before:
         return None
-    return Rope(
-        applies_to=layers, kind=str(kind), theta=float(theta), rotary_dim=int(head_dim * partial), parameters=out
-    )
+    rotary_dim = _rotated(kind, head_dim, partial)
+    return Rope(applies_to=layers, kind=str(kind), theta=float(theta), rotary_dim=rotary_dim, parameters=out)
+
+
+def _rotated(kind: Any, head_dim: int, partial: float) -> int:
+    """Return how many dimensions are rotated: ``proportional`` counts pairs (Transformers, modeling_rope_utils)."""
+    return 2 * int(partial * head_dim // 2) if kind == "proportional" else int(head_dim * partial)
 
 
 def _number(value: Any) -> bool:

@@ -35,6 +35,7 @@ ROPE_KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dynamic", {"factor": 4, "original_max_position_embeddings": 2048}),
     ("yarn", {"factor": 4.0, "attention_factor": None, "truncate": False}),
     ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ("proportional", {"head_dim": 16}),
     ("longrope", {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.25], "note": "phi"}),
 )
 JSON = st.recursive(

@@ -337,6 +337,17 @@ def test_softcap_that_the_wrapper_ignores_is_refused(folder):
     assert codes_of(folder) == ["HS410"]
 
 
+def test_softcap_that_the_wrapper_heeds_is_described(folder):
+    config = json.loads((folder / "config.json").read_text())
+    text = {**config, "model_type": "gemma4_text", "final_logit_softcapping": 30.0, "dtype": None}
+    for key in ("rope_parameters", "rope_scaling", "rope_theta"):
+        text.pop(key, None)
+    outer = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**outer, "tie_word_embeddings": False, "text_config": text}))
+    model = describe(folder).model
+    assert (model.architecture, model.head.softcap) == ("Gemma4ForConditionalGeneration", 30.0)
+
+
 def test_problems_of_all_parts_come_at_once(folder):
     edit_config(folder, dtype="absent", rms_norm_eps="small", rope_parameters={"rope_type": "spiral"})
     edit_weights(folder, lambda t: without_tensors(t, NORM))

@@ -88,6 +88,54 @@ def test_gemma3_has_two_bases_and_scales_the_full_layers_alone(tmp_path):
     ]
 
 
+def test_gemma4_has_heads_of_two_widths(tmp_path):
+    """Published files say it by two keys, Transformers 5.24.0 by ``per_layer_config``."""
+    base = PUBLISHED["gemma4"]
+    digest, normalised, ropes = digest_of(write(tmp_path / "a", base))
+    assert [(r.applies_to, r.kind, r.theta, r.rotary_dim, r.parameters) for r in ropes] == [
+        ("full_attention", "proportional", 1e6, 128, {"head_dim": 512}),
+        ("sliding_attention", "default", 10000.0, 256, {}),
+    ]
+    own = {"head_dim": 512, "num_key_value_heads": 4}
+    assert normalised["per_layer_config"] == {str(i): own for i in range(5, 60, 6)}
+    assert not {"global_head_dim", "num_global_key_value_heads"} & normalised.keys()
+    both = {**base, "per_layer_config": {f"{i:02}": {**own, "skip": []} for i in range(5, 60, 6)}}
+    assert digest_of(write(tmp_path / "b", both))[0] == digest
+    for change in ({"global_head_dim": 256}, {"num_global_key_value_heads": 8}, {"per_layer_config": None},
+                   {"per_layer_config": {"5": own}}, {"attention_k_eq_v": False}):  # fmt: skip
+        problems = []
+        other = normalise(read_config(write(tmp_path / "c", {**base, **change})), problems=problems)[0]
+        assert digest_json(other) != digest
+        assert [p.code for p in problems] == (["HS603"] if change.get("per_layer_config") else [])
+
+
+def test_the_last_layer_of_gemma4_is_full(tmp_path):
+    """Whatever the config lists: Gemma4TextConfig replaces it."""
+    _, normalised, ropes = digest_of(write(tmp_path / "a", PUBLISHED["gemma4, small"]))
+    assert normalised["layer_types"][-2:] == ["full_attention"] * 2
+    assert sorted(normalised["per_layer_config"]) == ["2", "5", "6"]
+    assert ropes[0].parameters == {"head_dim": 512}  # what a config that leaves it out means
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"global_head_dim": None}, {"global_head_dim": "wide"}, {"num_global_key_value_heads": -1},
+     {"per_layer_config": 5}, {"per_layer_config": {"60": {}}}, {"per_layer_config": {"5": {}, "05": {}}},
+     {"per_layer_config": {"x": {}}}, {"per_layer_config": {"9" * 5000: {}}}, {"per_layer_config": {"5": None}},
+     {"per_layer_config": {"5": {"head_dim": 0}}}, {"per_layer_config": {"5": {"num_key_value_heads": None}}},
+     {"layer_types": ["full_attention"]}, {"layer_types": 3},
+     {"rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6,
+                                             "partial_rotary_factor": 0.001}}}],
+)  # fmt: skip
+def test_what_is_wrong_about_single_layers_is_said(change, tmp_path):
+    problems = []
+    try:
+        normalise(read_config(write(tmp_path / "m", {**PUBLISHED["gemma4"], **change})), problems=problems)
+    except ForeignFileError as e:
+        problems += e.problems
+    assert {p.code for p in problems} == {"HS603"}
+
+
 def test_partial_rotary_factor_counts(tmp_path):  # speculators#613
     assert digest_of(write(tmp_path / "g", PUBLISHED["glm4"]))[2][0].rotary_dim == 64
     assert digest_of(write(tmp_path / "n", PUBLISHED["gpt_neox"]))[2][0].rotary_dim == 16

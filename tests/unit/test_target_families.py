@@ -41,6 +41,24 @@ SPECIAL = {
         "head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma4_text": {
+        "final_logit_softcapping": 3.0,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        # what some sizes alone have, all at once: inputs a layer, shared keys and values, experts
+        "vocab_size_per_layer_input": V,
+        "hidden_size_per_layer_input": 4,
+        "num_kv_shared_layers": 1,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "use_double_wide_mlp": True,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 8,
+    },
     "gemma": {"head_dim": 8},
     "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
     "cohere2": {"logit_scale": 0.25},
@@ -70,11 +88,20 @@ def tiny_model(model_type: str):
             "gemma3", text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, dtype="float32"
         )
         model = transformers.Gemma3ForConditionalGeneration(config)
+    elif model_type == "gemma4":
+        text = {**SIZES, **SPECIAL["gemma4_text"], "use_bidirectional_attention": "vision"}
+        vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+        vision |= {"num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 16}
+        config = AutoConfig.for_model("gemma4", text_config=text, vision_config=vision, dtype="float32")
+        model = transformers.Gemma4ForConditionalGeneration(config)
     else:
         model = AutoModelForCausalLM.from_config(tiny_config(model_type))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # 1 when it is new
+                buffer.mul_(0.7)
         for name in ("final_norm", "norm"):
             if hasattr(model, name):
                 getattr(model, name).weight.mul_(1.5)
@@ -131,16 +158,39 @@ def test_row_gives_the_models_own_logits_and_depth_0(model_type, tmp_path):  # s
     assert (target.num_layers, target.hidden_size, target.vocab_size) == (N, H, V)
 
 
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma4"])
+def test_layers_with_inputs_of_their_own_return_one_residual_stream(model_type):
+    """Depth d in 1..N is what layer d returns: the next one takes it as it is, the final norm after the last."""
+    model = tiny_model(model_type)
+    layers = next(m for n, m in model.named_modules() if n in ("model.layers", "model.language_model.layers"))
+    taken, given = [], []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, args, kw: taken.append([*args, *kw.values()][0]), with_kwargs=True)
+        layer.register_forward_hook(lambda _, __, out: given.append(out[0] if isinstance(out, tuple) else out))
+    final_norm_module(model).register_forward_pre_hook(lambda _, args: taken.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 7, 11, 5, 40]]))
+    assert len(given) == N
+    for out, entered in zip(given, taken[1:], strict=True):
+        torch.testing.assert_close(entered, out, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("model_type", [m for m, f in FAMILIES.items() if f.rope])
 def test_rope_is_the_models_own(model_type, tmp_path):  # speculators#613: partial_rotary_factor ignored
     model = tiny_model(model_type)
     target = describe(write(model, tmp_path / "m")).model
     rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
-    assert len(target.rope) == (2 if model_type == "gemma3_text" else 1)
+    assert len(target.rope) == (2 if model_type in ("gemma3_text", "gemma4_text") else 1)
     for rope in target.rope:
         name = f"{rope.applies_to}_inv_freq" if len(target.rope) == 2 else "inv_freq"
         inv_freq = getattr(rotary, name).numpy()
-        assert rope.rotary_dim == 2 * len(inv_freq)
+        assert rope.rotary_dim == 2 * np.count_nonzero(inv_freq)
+        if rope.kind == "proportional":
+            width = rope.parameters["head_dim"]
+            assert 2 * len(inv_freq) == width
+            own = rope.theta ** (-np.arange(0, rope.rotary_dim, 2) / width) / rope.parameters.get("factor", 1)
+            np.testing.assert_allclose(inv_freq[: len(own)], own, rtol=1e-5)
+            assert not inv_freq[len(own) :].any()
         if rope.kind == "default":
             exponents = np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim
             np.testing.assert_allclose(inv_freq, rope.theta**-exponents, rtol=1e-5)
@@ -152,7 +202,7 @@ def class_defaults(model_type: str) -> dict[str, object]:
     fields = {f.name: f.default for f in dataclasses.fields(cls)}
     config = cls().to_dict()
     values = _usual_names({k: fields.get(k, v) for k, v in config.items()}, FAMILIES[model_type])
-    skip = ROPE_KEYS | {"model_type", "layer_types", "no_rope_layers", "max_window_layers"}
+    skip = ROPE_KEYS | {"model_type", "layer_types", "no_rope_layers", "max_window_layers", "per_layer_config"}
     computed = {"head_dim", "num_key_value_heads"}
     return {
         k: v for k, v in sorted(values.items())
