@@ -29,21 +29,22 @@ class ForwardCost:
     ----------
     layers, head
         Parameters of the layers' matrices that one token goes through, and of the head.
-    pair
-        Numbers of a key and of a value, over the heads of one layer.
+    pairs
+        Of each layer, numbers of a key and of a value, over its heads.
     windows
         Of each layer, how many tokens it attends to at most; None: all.
     """
 
     layers: int
     head: int
-    pair: int
+    pairs: tuple[int, ...]
     windows: tuple[int | None, ...]
 
     def operations(self, tokens: int, *, written: int = 0) -> int:
         """Return the operations of one sequence of so many tokens, of which the target writes the last ``written``."""
-        pairs = sum(_pairs(tokens, w) * self.windows.count(w) for w in set(self.windows))
-        return 2 * (self.layers * tokens + self.head * written + self.pair * pairs)
+        met = {w: _pairs(tokens, w) for w in set(self.windows)}
+        products = sum(pair * met[w] for pair, w in zip(self.pairs, self.windows, strict=True))
+        return 2 * (self.layers * tokens + self.head * written + products)
 
 
 def forward_cost(config: ModelConfig) -> ForwardCost | str:
@@ -66,15 +67,15 @@ class _Counting:
 
     def cost(self) -> ForwardCost:
         layers, hidden = self._size("num_hidden_layers"), self._size("hidden_size")
-        attention, pair = self._attention(hidden)
+        attention = [self._attention(i, hidden) for i in range(layers)]
         return ForwardCost(
-            layers=layers * attention + sum(self._feed_forward(i, hidden) for i in range(layers)),
+            layers=sum(n for n, _ in attention) + sum(self._feed_forward(i, hidden) for i in range(layers)),
             head=hidden * self._size("vocab_size"),
-            pair=pair,
+            pairs=tuple(pair for _, pair in attention),
             windows=self._windows(layers),
         )
 
-    def _attention(self, hidden: int) -> tuple[int, int]:
+    def _attention(self, layer: int, hidden: int) -> tuple[int, int]:
         heads = self._size("num_attention_heads")
         if self.config.family is not None and self.config.family.latent_attention:
             rope, plain, value = (self._size(k) for k in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
@@ -83,10 +84,37 @@ class _Counting:
             queries = hidden * low + low * query if low else hidden * query
             keys = hidden * (rank + rope) + rank * heads * (plain + value)
             return queries + keys + heads * value * hidden, query + heads * value
+        if self.config.model_type == "gemma4_text":
+            return self._gemma4_attention(layer, hidden, heads)
         width, shared = self._size("head_dim"), self._size("num_key_value_heads")
         return 2 * hidden * width * (heads + shared), 2 * heads * width
 
+    def _gemma4_attention(self, layer: int, hidden: int, heads: int) -> tuple[int, int]:
+        """Heads of two widths; values that are the keys; keys and values of an earlier layer."""
+        own = (self.config.get("per_layer_config") or {}).get(str(layer), {})
+        width = own.get("head_dim") or self._size("head_dim")
+        shared = own.get("num_key_value_heads") or self._size("num_key_value_heads")
+        kinds = self.config.get("layer_types")  # None: all layers are full
+        full = kinds is None or kinds[layer] == "full_attention"
+        projected = 0 if self._reuses(layer) else 1 if full and self.config.get("attention_k_eq_v") else 2
+        return hidden * width * (2 * heads + projected * shared), 2 * heads * width
+
+    def _reuses(self, layer: int) -> bool:
+        return layer >= self._size("num_hidden_layers") - self._optional("num_kv_shared_layers")
+
+    def _gemma4_feed_forward(self, layer: int, hidden: int) -> int:
+        """Experts stand beside the dense matrices, and a layer's own input is gated, projected and made of depth 0."""
+        doubled = self.config.get("use_double_wide_mlp") and self._reuses(layer)
+        out = 3 * hidden * self._size("intermediate_size") * (2 if doubled else 1)
+        out += 3 * hidden * self._optional("hidden_size_per_layer_input")
+        if self.config.get("enable_moe_block"):
+            out += 3 * hidden * self._size("moe_intermediate_size") * self._size("top_k_experts")
+            out += hidden * self._size("num_local_experts")
+        return out
+
     def _feed_forward(self, layer: int, hidden: int) -> int:
+        if self.config.model_type == "gemma4_text":
+            return self._gemma4_feed_forward(layer, hidden)
         matrices = 2 if self.config.model_type in _UNGATED else 3
         if not self._is_sparse(layer):
             if self.config.model_type == "gpt2":

@@ -14,6 +14,10 @@ from hsformat.target.operations import ForwardCost, forward_cost
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 PLAIN = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
 EXPERTS = {**PLAIN, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+GEMMA4 = {**PLAIN, "head_dim": 8, "global_head_dim": 12, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+          "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 1,
+          "use_double_wide_mlp": True, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+          "moe_intermediate_size": 24, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 96}  # fmt: skip
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
           "n_group": 1, "topk_group": 1}  # fmt: skip
 
@@ -24,6 +28,9 @@ LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope
     [
         ("Llama", {**PLAIN, "head_dim": 16}),
         ("Gemma2", {**PLAIN, "head_dim": 8}),
+        ("Gemma4Text", GEMMA4),
+        ("Gemma4Text", {**GEMMA4, "layer_types": ["full_attention"] * 4, "attention_k_eq_v": False}),
+        ("Gemma4Text", {**GEMMA4, "enable_moe_block": False, "hidden_size_per_layer_input": 0}),
         ("Phi3", {**PLAIN, "pad_token_id": 0}),
         ("GPT2", {"vocab_size": 96, "n_embd": 32, "n_layer": 4, "n_head": 4}),
         ("GPTNeoX", {**SIZES, "intermediate_size": 48}),
@@ -56,9 +63,19 @@ def test_matrices_are_those_of_the_model(tmp_path: Path, name: str, options: dic
         if "bias" in key or "shared_expert_gate" in key:
             continue
         routed = ".experts." in key
-        active += p.numel() * options["num_experts_per_tok"] // experts if routed else p.numel()
+        each = options.get("top_k_experts") or options.get("num_experts_per_tok", 1)
+        active += p.numel() * each // experts if routed else p.numel()
     assert cost.layers == active
     assert cost.head == 96 * 32
+
+
+def test_layers_of_other_heads_have_other_products(tmp_path: Path) -> None:
+    changes = {**GEMMA4, "model_type": "gemma4_text", "sliding_window": 3}
+    cost = forward_cost(config_of(tmp_path, **changes))
+    assert isinstance(cost, ForwardCost)
+    assert cost.pairs == (2 * 4 * 8, 2 * 4 * 12) * 2
+    slid, full = (sum(min(t + 1, window) for t in range(7)) for window in (3, 7))
+    assert cost.operations(7) == 2 * (7 * cost.layers + 2 * (2 * 4 * 8) * slid + 2 * (2 * 4 * 12) * full)
 
 
 def config_of(folder: Path, **changes: Any) -> Any:
