@@ -179,6 +179,34 @@ def test_a_rope_without_frequencies_is_refused_before_weights(base, options, pla
     assert ("HS407", place) in {(p.code, p.where) for p in found}
 
 
+def test_the_rope_of_gemma4_is_not_the_drafts(base, tmp_path):
+    """Its full layers have ``proportional``, with which nothing is trained: the target's own is no default then."""
+    proportional = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    both = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": proportional}
+    target = make_target(
+        tmp_path / "target", model_type="gemma4_text", architectures=["Gemma4ForCausalLM"], rope_parameters=both,
+        rope_theta=None, head_dim=4, global_head_dim=8, layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    contract = contract_of(target)
+    assert [(r.kind, r.rotary_dim, r.parameters) for r in contract.target.rope] == [
+        ("proportional", 4, {"head_dim": 8}),
+        ("default", 4, {}),
+    ]
+    make_store(tmp_path / "data.hs.zarr", contract)
+    (p,) = [p for p in refused(make_config(tmp_path)) if p.where == "rope.rope_type"]
+    assert p.code == "HS407"
+    assert '{"rope_type": "default", "rope_theta": 1000000.0}' in p.fix
+    asked = {"rope_type": "default", "rope_theta": 1e6}
+    assert admit(make_config(tmp_path, draft_rope=asked)).spec.rope == asked
+
+    found = refused(make_config(base, draft_rope=proportional))
+    assert ("HS407", "rope.rope_type") in {(p.code, p.where) for p in found}
+    draft = write_draft(base, tmp_path / "draft", rope_parameters=proportional, rope_theta=1e6,
+                        partial_rotary_factor=0.5, rope_scaling={"rope_type": "proportional"})  # fmt: skip
+    found = refused(make_config(base, init=draft))
+    assert ("HS407", "rope.rope_type") in {(p.code, p.where) for p in found}
+
+
 def test_a_draft_vocabulary_above_the_targets(base):
     (p,) = refused(make_config(base, draft_vocab_size=101))
     assert (p.code, p.where, p.got) == ("HS408", "--draft-vocab-size", "101")

@@ -98,6 +98,8 @@ def plain_config(spec: DraftSpec, keys: Mapping[str, Any]) -> dict[str, Any]:
 def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
     """Return a rotary embedding as Transformers' ``rope_parameters``; ``head_dim``: of what it was read from."""
     out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.parameters}
+    if rope.kind == "proportional":
+        head_dim = out.pop("head_dim")
     if rope.rotary_dim != head_dim:
         out["partial_rotary_factor"] = rope.rotary_dim / head_dim
     return out

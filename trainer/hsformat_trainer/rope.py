@@ -10,11 +10,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hsformat_trainer.draft_spec import DraftSpec
+from hsformat_trainer.rope_served import KINDS
 
-__all__ = ["KINDS", "Rotary", "rotate"]
-
-KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-"""Types that are served and known; another one is refused, never taken for one of these (NeMo Automodel PR#2399)."""
+__all__ = ["Rotary", "rotate"]
 
 
 class Rotary(nn.Module):
@@ -28,7 +26,8 @@ class Rotary(nn.Module):
     Raises
     ------
     ValueError
-        The type is not in :data:`KINDS`, or the rotated part of a head is not even and at least 2.
+        The type is not in :data:`~hsformat_trainer.rope_served.KINDS`, or the rotated part of a head is not even and
+        at least 2.
     """
 
     def __init__(self, spec: DraftSpec) -> None:

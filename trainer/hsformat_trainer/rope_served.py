@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 from hsformat.problems import Problem, problem
+from hsformat.target.rope import KINDS as KNOWN
 from hsformat_trainer.draft_spec import DraftSpec
 from hsformat_trainer.engines_named import NamedEngine
 
-__all__ = ["rope_problems"]
+__all__ = ["KINDS", "rope_problems"]
+
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Types that are trained and served; another one is refused, never taken for one of these (NeMo Automodel PR#2399).
+
+Not ``proportional``, the one of Gemma 4's full layers: SGLang 0.5.23 reads a draft's share of the head beside the
+parameters alone, and both engines leave out its factor (vLLM 0.32.0, rotary_embedding/gemma4_rope.py; SGLang
+rotary_embedding/factory.py and models/llama.py: read, not run)."""
 
 _NUMBERS = {
     "linear": ("factor",),
@@ -54,6 +63,12 @@ def rope_problems(spec: DraftSpec, engines: Sequence[NamedEngine]) -> list[Probl
 
 def _unusable(spec: DraftSpec) -> Iterator[Problem]:
     rope, kind = spec.rope, str(spec.rope["rope_type"])
+    if kind in KNOWN and kind not in KINDS:
+        default = json.dumps({"rope_type": "default", "rope_theta": rope["rope_theta"]})
+        fix = f"give --draft-rope of one of these types, such as '{default}', which has the same base"
+        got, expected = f"{kind}, which no draft is trained with", f"one of {', '.join(KINDS)}"
+        yield problem("HS407", where="rope.rope_type", got=got, expected=expected, fix=fix)
+        return
     share = rope.get("partial_rotary_factor")
     share = 1.0 if share is None else share
     usable = _positive(share) and float(str(share)) <= 1
