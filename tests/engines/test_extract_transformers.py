@@ -45,6 +45,11 @@ class TestGemma3(OneArchitecture):
     test_exactly_the_generated_tokens_are_supervised = None  # this random target ends its turn at once
 
 
+class TestGemma4(OneArchitecture):
+    __test__ = True
+    architecture = "Gemma4ForCausalLM"
+
+
 class TestQwen3Moe(OneArchitecture):
     __test__ = True
     architecture = "Qwen3MoeForCausalLM"

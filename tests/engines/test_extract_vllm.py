@@ -115,7 +115,7 @@ def test_a_sampled_answer_depends_on_seed_and_sample_alone(llama):
 
 
 def test_gemma_3_is_refused_before_the_engine_starts(tmp_path):
-    """It has no EAGLE-3 interface in vLLM 0.32.0; Gemma 4 has one, and is no family that hsformat describes."""
+    """It has no EAGLE-3 interface in vLLM 0.32.0; Gemma 4 has one."""
     tiny.save_target(tmp_path, "Gemma3ForCausalLM", 4, dtype="float32")
 
     class Gemma3(OneArchitecture):
@@ -130,6 +130,14 @@ def test_gemma_3_is_refused_before_the_engine_starts(tmp_path):
 class TestQwen3(OneArchitecture):
     __test__ = True
     architecture = "Qwen3ForCausalLM"
+
+
+class TestGemma4(OneArchitecture):
+    """Heads of two widths, and a rotary embedding a layer type."""
+
+    __test__ = True
+    architecture = "Gemma4ForCausalLM"
+    test_exactly_the_generated_tokens_are_supervised = ANSWERS
 
 
 class TestMistral(OneArchitecture):
