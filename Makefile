@@ -63,8 +63,11 @@ test-engines: $(VENV)/.installed
 	$(BIN)/python examples/make_demo_target.py --out $(DEMO)/target
 	$(MAKE) --jobs 2 --output-sync=target engine-suite-vllm engine-suite-sglang engine-suite-transformers
 
-engine-suite-vllm engine-suite-sglang: engine-suite-%: $(ENGINES)/%/.installed
-	HSFORMAT_ENGINE=$* $(ENGINES)/$*/bin/python -m pytest -q --durations 10 -m engine tests/engines
+engine-suite-vllm: $(ENGINES)/vllm/.installed
+	HSFORMAT_ENGINE=vllm $(ENGINES)/vllm/bin/python -m pytest -q --durations 10 -m engine tests/engines
+
+engine-suite-sglang: $(ENGINES)/sglang/.installed
+	HSFORMAT_ENGINE=sglang $(ENGINES)/sglang/bin/python -m pytest -q --durations 10 -m engine tests/engines
 
 engine-suite-transformers: $(VENV)/.installed
 	HSFORMAT_ENGINE=transformers $(BIN)/python -m pytest -q --durations 10 -m engine tests/engines

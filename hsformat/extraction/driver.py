@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -241,7 +242,11 @@ class _Run:
         tell: Callable[[], None],
     ) -> None:
         with isolated(extractor):
-            extractor.load(self.request)
+            stop.loading = stop.signal is None
+            try:
+                extractor.load(self.request)
+            finally:
+                stop.loading = False
             producer = extractor.producer()
             results = extractor.extract(samples, stopping=stop.asked)
         writer = self._writer(producer)
@@ -328,10 +333,14 @@ def _unasked(record_id: str) -> Problem:
 
 
 class _Stop:
-    """Turns the first SIGINT or SIGTERM into a request to stop, and a second one into KeyboardInterrupt."""
+    """Turns the first SIGINT or SIGTERM into a request to stop, and a second one into KeyboardInterrupt.
+
+    While ``loading``, when nothing is in hand that could be finished, the first one is a KeyboardInterrupt as well.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.loading = False
         self._old: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Stop:
@@ -346,9 +355,11 @@ class _Stop:
         return self.signal is not None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is not None or self.loading:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+        with suppress(OSError):  # not print: a signal may come in the middle of one
+            os.write(2, b"\nhsformat: stopping after what is in hand; once more: at once\n")
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         for s, handler in self._old.items():

@@ -107,7 +107,7 @@ def test_only_the_records_that_are_wrong_fail(driver, code, options, staging):
             np.testing.assert_array_equal(h, good[i].hidden[key])
 
 
-@pytest.mark.parametrize("driver", ["FewerRowsOnce", "FaultsOnce"])
+@pytest.mark.parametrize("driver", ["FewerRowsOnce", "FaultsOnce", "FaultsInTheProof"])
 def test_another_try_gives_the_record(driver, staging):
     out, died = run(driver, staging)
     assert died is None

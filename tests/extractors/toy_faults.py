@@ -293,6 +293,20 @@ class FaultsOnce(Honest):
                 yield found
 
 
+class FaultsInTheProof(Honest):
+    """Gives the first request of all up, as a connection that was reset."""
+
+    failed = False
+
+    def run(self, asks):
+        for found in super().run(asks):
+            if self.failed:
+                yield found
+            else:
+                self.failed = True
+                yield Fault(request=found.request, message="connection reset", again=True)
+
+
 class Faults(FaultsOnce):
     again = False
 

@@ -44,6 +44,31 @@ def test_signal_commits_what_is_whole(out, number):
 
 
 @pytest.mark.usefixtures("handlers")
+def test_a_signal_while_the_engine_loads_ends_the_run_at_once(out):
+    """It was noted, and nothing looked at it before the engine had started, which may take an hour."""
+
+    class Loads(Fake):
+        def load(self, request):
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("it went on loading")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Loads(), map(sample, range(3)), out)
+    assert run(Fake(), map(sample, range(3)), out).written == 3
+
+
+@pytest.mark.usefixtures("handlers")
+def test_the_first_signal_is_answered(out, capfd):
+    class Signalled(Fake):
+        def one(self, s):
+            os.kill(os.getpid(), signal.SIGINT)
+            return answer(s)
+
+    run(Signalled(), map(sample, range(3)), out)
+    assert capfd.readouterr().err.count("stopping after what is in hand; once more: at once") == 1
+
+
+@pytest.mark.usefixtures("handlers")
 def test_ignored_signal_stays_ignored(out):  # nohup
     class Signalled(Fake):
         def one(self, s):

@@ -21,6 +21,7 @@ from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
 
 pytestmark = pytest.mark.needs("torch")
 
+TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
 KEYS = ("d2", "d15", "d27", "d30")
 LAUNCH = Launch(
     model="/m", architecture="LlamaForCausalLM", num_layers=30, hidden_size=4, vocab_size=50, dtype="bfloat16",
@@ -39,6 +40,7 @@ class Server:
             "max_req_input_len": 8185, "cuda_graph_config": {"prefill": off, "decode": off},
         }  # fmt: skip
         self.writes: Path | None = hook_folder
+        self.healthy = True
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
@@ -62,7 +64,7 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._reply(200, server.info)
+                self._reply(503 if self.path == "/health" and not server.healthy else 200, server.info)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -160,9 +162,38 @@ def test_a_server_that_dies_ends_the_run(server, tmp_path):
     driver, _ = start(server, tmp_path)
     server.http.shutdown()
     server.http.server_close()
-    with pytest.raises(RuntimeError, match="does not answer any more"):
+    with pytest.raises(HsError, match="does not answer any more"):
         list(driver.run([Ask(request="r-0", prompt=(5,)), Ask(request="r-1", prompt=(6,))]))
     driver.stop()
+
+
+def test_a_server_whose_engine_is_dead_ends_the_run(server, tmp_path):
+    driver, _ = start(server, tmp_path)
+    server.healthy = False
+    with pytest.raises(HsError, match="HTTP 503") as e:
+        list(driver.run([Ask(request=f"r-{i}", prompt=(1,) * 7) for i in range(3)]))
+    assert [p.code for p in e.value.problems] == ["HS410"]
+    driver.stop()
+
+
+def test_a_server_of_another_model_or_with_another_folder_is_refused(server, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((TINY / "config.json").read_text())
+    for file in TINY.iterdir():
+        if file.name != "config.json":
+            (other / file.name).symlink_to(file)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    server.info["model_path"] = str(other)
+    with pytest.raises(HsError) as e:
+        start(server, tmp_path, model=str(TINY))
+    assert [p.where for p in e.value.problems] == [f"server {server.url}: model"]
+    server.info["model_path"] = str(TINY)
+    (tmp_path / "hook").rmdir()
+    with pytest.raises(HsError) as e:
+        start(server, tmp_path, model=str(TINY))
+    assert [p.where for p in e.value.problems] == [f"server {server.url}: folder of its states"]
 
 
 def test_no_server(tmp_path):

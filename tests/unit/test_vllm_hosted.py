@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import json
+import shutil
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from hsformat.dtypes import numpy_dtype
 from hsformat.problems import HsError
@@ -20,7 +22,7 @@ from hsformat.target.checkpoint import read_header, read_integers, read_tensor
 from hsformat_extractors.hosted.final_norm import after, final_norm_facts, load_weights
 from hsformat_extractors.hosted.vllm_driver import VllmDriver, sampling_arguments
 from hsformat_extractors.hosted.vllm_serve import main
-from hsformat_extractors.hosted.vllm_server import ServerDied, VllmServerDriver
+from hsformat_extractors.hosted.vllm_server import VllmServerDriver
 from hsformat_extractors.hosted.vllm_setup import EXTRA, FAILED, not_written, speculation, transfer, wanted_slots
 from hsformat_extractors.hosted.wire import TOKENS, Answer, Ask, Fault, Launch
 
@@ -127,6 +129,7 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, storage: Path, *, stock: bool = False, version: str = "0.32.0", told: str | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.storage, self.stock, self.version, self.told = storage, stock, version, told
+        self.root, self.healthy = str(TINY), True
         self.seen: list[dict[str, Any]] = []
         self.busy = self.most = 0
         self.counting = threading.Lock()
@@ -163,7 +166,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
-        models = {"data": [{"id": "tiny", "root": str(TINY), "max_model_len": 128}]}
+        models = {"data": [{"id": "tiny", "root": self.server.root, "max_model_len": 128}]}
+        if self.path == "/health" and not self.server.healthy:
+            self.tell({"error": "EngineDeadError"}, 503)
+            return
         self.tell({"/version": {"version": self.server.version}, "/v1/models": models}.get(self.path, {}))
 
     def do_POST(self) -> None:
@@ -279,16 +285,93 @@ def test_a_stock_server_gives_the_state_after_the_norm_as_well(tmp_path, storage
 
 @pytest.mark.parametrize(
     ("captures", "stock", "said"),
-    [(("d1",), True, "captures [2, "), (("d0", "d1", LAST), True, "captures [2, "), (("d1",), False, "writes d1, ")],
+    [(("d1",), True, "[2, "), (("d0", "d1", LAST), True, "[2, "), (("d0", "d1", LAST), False, "d1, ")],
 )
 def test_a_server_that_captures_other_layers_is_found_out(tmp_path, storage, captures, stock, said):
     server = FakeServer(storage, stock=stock)
     driver = started(server, launch(tmp_path, *captures, options={"server": server.url}))
-    (fault,) = driver.run([Ask(request="r", prompt=(3, 4))])
-    assert isinstance(fault, Fault)
-    assert not fault.again
-    assert said in fault.message
+    with pytest.raises(HsError) as e:
+        list(driver.run([Ask(request=f"r{i}", prompt=(3, 4)) for i in range(3)]))
+    (p,) = e.value.problems
+    assert (p.code, p.where) == ("HS410", f"server {server.url}: captures")
+    assert p.got.startswith(said)
     assert list(storage.iterdir()) == []
+
+
+def test_of_a_server_that_writes_more_what_is_wanted_is_taken(tmp_path, storage):
+    given = launch(tmp_path, "d1", options={"server": FakeServer(storage).url})
+    driver = VllmServerDriver()
+    driver.start(given)
+    (answer,) = driver.run([Ask(request="r", prompt=(3, 4))])
+    found = arrays(given, answer)
+    assert set(found) == {"d1", TOKENS}
+    np.testing.assert_array_equal(found["d1"], states([3, 4])[:, 0])
+    assert list(storage.iterdir()) == []
+
+
+def test_a_server_of_another_model_is_refused(tmp_path, storage):
+    """Of the same sizes, so that nothing else tells: its states were stored under the contract of this target."""
+    server = FakeServer(storage)
+    for name, again in (("same", False), ("other", True)):
+        server.root = str(shutil.copytree(TINY, tmp_path / name))
+        if again:
+            file = tmp_path / name / "model.safetensors"
+            tensors = load_file(file)
+            tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
+            save_file(tensors, file, metadata={"format": "pt"})
+            with pytest.raises(HsError) as e:
+                started(server, launch(tmp_path, options={"server": server.url}))
+            assert [(p.code, p.where) for p in e.value.problems] == [("HS410", f"server {server.url}: model")]
+        else:
+            started(server, launch(tmp_path, options={"server": server.url})).stop()
+    server.root = "org/name"  # of a hub: not compared
+    started(server, launch(tmp_path, options={"server": server.url})).stop()
+
+
+def test_a_server_whose_engine_is_dead_ends_the_run(tmp_path, storage):
+    """Its HTTP side goes on answering 500: every record was given up for its own sake."""
+    server = FakeServer(storage)
+    driver = started(server, launch(tmp_path, options={"server": server.url, "concurrency": "1"}))
+    server.healthy = False
+    with pytest.raises(HsError, match="HTTP 500"):
+        list(driver.run([Ask(request=f"r{i}", prompt=(FAILS,)) for i in range(9)]))
+    assert len(server.seen) < 9
+
+
+@pytest.mark.parametrize("named", ["here", "there"])
+def test_a_folder_that_is_not_there_is_told(tmp_path, storage, named):
+    """It was waited for, eight minutes a window."""
+    server = FakeServer(storage, told=None if named == "here" else str(tmp_path / "none"))
+    options = {"server": server.url, "timeout": "1"} | ({"storage": str(tmp_path / "none")} if named == "here" else {})
+    with pytest.raises(HsError) as e:
+        list(started(server, launch(tmp_path, options=options)).run([Ask(request="r", prompt=(3,))]))
+    (p,) = e.value.problems
+    assert (p.code, p.where) == ("HS410", f"server {server.url}: folder of its states")
+
+
+def test_a_broken_file_is_asked_for_again(tmp_path, storage):
+    server = FakeServer(storage)
+    driver = started(server, launch(tmp_path, options={"server": server.url}))
+    (storage / "cmpl-r.safetensors").write_bytes(b"ab")
+    (fault,) = driver.run([Ask(request="r", prompt=(NO_FILE,))])
+    assert isinstance(fault, Fault)
+    assert fault.again
+    assert list(storage.iterdir()) == []
+
+
+def test_addresses_and_keys_that_are_none_are_told(tmp_path, storage, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    silent = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=lambda: silent.accept()[0].close(), daemon=True).start()
+    for options in (
+        {"server": "http://127.0.0.1:abc"},
+        {"server": f"http://127.0.0.1:{silent.getsockname()[1]}"},
+        {"server": FakeServer(storage).url, "api_key": "NO_SUCH_KEY"},
+    ):
+        with pytest.raises(HsError) as e:
+            VllmServerDriver().start(launch(tmp_path, options=options))
+        assert [p.code for p in e.value.problems] == ["HS410"]
+    silent.close()
 
 
 def test_a_full_disk_ends_the_run_instead_of_each_request(tmp_path):
@@ -326,7 +409,7 @@ def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path, storage):
     driver = started(server, launch(tmp_path, options={"server": server.url, "timeout": "5", "concurrency": "1"}))
     asks = [Ask(request="a", prompt=(3,)), *(Ask(request=f"b{i}", prompt=(DIES,)) for i in range(3))]
     done: list[Answer | Fault] = []
-    with pytest.raises(ServerDied, match="does not answer any more"):
+    with pytest.raises(HsError, match="does not answer any more"):
         done.extend(driver.run(asks))
     assert [a.request for a in done] == ["a"]
     driver.stop()

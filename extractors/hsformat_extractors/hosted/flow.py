@@ -135,7 +135,10 @@ class Flow:
                 continue
             asked, answer = found
             if isinstance(answer, str):
-                problems += no_states(asked.sample, answer, _SEE).problems
+                if message["again"] is True and asked.tries < TRIES:
+                    self._submit([asked], max_new_tokens=max_new_tokens)
+                else:
+                    problems += no_states(asked.sample, answer, _SEE).problems
                 continue
             arrays = self._read(answer, asked, max_new_tokens)
             if isinstance(arrays, Unusable):

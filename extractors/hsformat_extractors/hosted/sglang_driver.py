@@ -86,7 +86,7 @@ class SglangAsker(ABC):
         """Return what came of a request that the engine is done with."""
         ask, launch = request.ask, self._launch
         if isinstance(error := future.exception(), OSError):
-            raise RuntimeError(f"SGLang does not answer any more: {error}") from error
+            raise self._lost(error) from error
         if error is not None:
             # SGLang raises ValueError for a request that it refuses, too long for one.
             return Fault(request=ask.request, message=f"{type(error).__name__}: {error}",
@@ -112,6 +112,10 @@ class SglangAsker(ABC):
             return Fault(request=ask.request, message=message, again=True)
         next_token = None if answers or not written else written[0]
         return Answer(request=ask.request, tokens=sent, file=name, next_token=next_token)
+
+    def _lost(self, error: OSError) -> Exception:
+        """Return what ends the run where SGLang does not answer any more."""
+        return RuntimeError(f"SGLang does not answer any more: {error}")
 
     def _sampling(self, ask: Ask) -> dict[str, Any]:
         """Return the sampling parameters of a request."""

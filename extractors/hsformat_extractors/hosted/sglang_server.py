@@ -17,12 +17,15 @@ from typing import Any
 
 from hsformat.engines.table import parse_version
 from hsformat.problems import HsError, problem
+from hsformat_extractors.hosted.servers import ServerLost, check_folder, check_served_model
 from hsformat_extractors.hosted.sglang_args import HOOK_FACTORY, version_found
 from hsformat_extractors.hosted.sglang_driver import STALL_S, Request, SglangAsker, provenance
 from hsformat_extractors.hosted.wire import Ask, Fault, Launch
 
 __all__ = ["SglangServerDriver"]
 
+_HEALTH_S = 60.0
+"""Seconds in which a server that lives says so: it runs a token for it (http_server.py, health_generate)."""
 _FLAGS = "start it here with the flags that this prints: python -m hsformat_extractors.hosted.sglang_serve"
 
 
@@ -43,11 +46,13 @@ class SglangServerDriver(SglangAsker):
         Raises
         ------
         HsError
-            HS410: no server there, too old, or started without what the captures need.
+            HS410: no server there, too old, of another target, or started without what the captures need.
         """
         self._url = launch.options["server"].rstrip("/")
         info = self._server_info()
         config = _hook_config(info, launch, self._url)
+        check_served_model(info.get("model_path"), launch.model, url=self._url)
+        check_folder(Path(config["staging"]), url=self._url, option=None)
         self._prepare(launch, Path(config["staging"]))
         self._pool = ThreadPoolExecutor(max_workers=self.in_flight, thread_name_prefix="sglang")
         try:
@@ -70,6 +75,9 @@ class SglangServerDriver(SglangAsker):
         body = {"input_ids": list(request.ask.prompt), "rid": request.rid,
                 "sampling_params": self._sampling(request.ask)}  # fmt: skip
         return self._pool.submit(self._post, "/generate", body)
+
+    def _lost(self, error: OSError) -> HsError:
+        return ServerLost(self._url, f"it does not answer any more: {error}")
 
     def _try_hook(self, launch: Launch) -> None:
         """Run three tokens and see their states arrive here."""
@@ -103,7 +111,8 @@ class SglangServerDriver(SglangAsker):
         RuntimeError
             It could not do it (HTTP 5xx).
         OSError
-            It cannot be reached, breaks off, or does not answer within the time of a request.
+            It cannot be reached, breaks off, does not answer within the time of a request, or says that its engine is
+            dead.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
@@ -112,12 +121,23 @@ class SglangServerDriver(SglangAsker):
                 found = json.load(response)
         except urllib.error.HTTPError as e:
             said = f"HTTP {e.code}: {e.read().decode('utf-8', errors='replace')[:300]}"
-            raise RuntimeError(said) if e.code >= 500 else ValueError(said) from e
+            if e.code < 500:
+                raise ValueError(said) from e
+            if path == "/generate":
+                self._require_health(said)
+            raise RuntimeError(said) from e
         except HTTPException as e:
             raise ConnectionError(f"the answer breaks off ({type(e).__name__})") from e
         if not isinstance(found, dict):
             raise ValueError(f"no JSON object from {path}")
         return found
+
+    def _require_health(self, said: str) -> None:
+        try:
+            with urllib.request.urlopen(self._url + "/health", timeout=_HEALTH_S):
+                return
+        except (OSError, HTTPException) as e:
+            raise ConnectionError(f"{said}; /health: {e}") from e
 
 
 def _hook_config(info: Mapping[str, Any], launch: Launch, url: str) -> Mapping[str, Any]:

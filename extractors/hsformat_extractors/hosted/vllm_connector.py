@@ -99,6 +99,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         """Write one file. A failure is written beside it, since nobody waits for what this thread raises."""
         part = f"{filename}.part"
         try:
+            os.makedirs(os.path.dirname(filename), exist_ok=True)
             save_file({**self._captures(rows), TOKENS: token_ids}, part, metadata=self._about)
             os.replace(part, filename)
         except (OSError, RuntimeError, ValueError, SafetensorError) as e:

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +26,25 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from hsformat.maintain.finalnorm import FinalNormWeights
-from hsformat.problems import HsError, problem
+from hsformat.problems import ForeignFileError, HsError, problem
 from hsformat.target.checkpoint import TensorInfo, read_header, read_integers, read_tensor
 from hsformat_extractors.hosted.final_norm import after, final_norm_facts, load_weights
+from hsformat_extractors.hosted.servers import ServerLost, check_folder, check_served_model
 from hsformat_extractors.hosted.vllm_driver import PATIENCE, TIMEOUT, sampling_arguments
 from hsformat_extractors.hosted.vllm_setup import FAILED, Slots, not_written, wanted_slots
 from hsformat_extractors.hosted.wire import TOKENS, Answer, Ask, Fault, Launch
 
-__all__ = ["ServerDied", "VllmServerDriver"]
+__all__ = ["VllmServerDriver"]
 
 CONCURRENCY = 64
 _LOOK = 0.005
 """Seconds between two looks for a file."""
 _HEALTH = 10.0
 """Seconds in which a server that lives says so."""
+_FOLDER_S = 30.0
+"""Seconds in which a folder that the server has made is seen here."""
 _STOCK = "hidden_states"
 """Key of the states in a file of vLLM's own connector, [T, slots, H]."""
-
-
-class ServerDied(RuntimeError):
-    """The server does not answer any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,8 @@ class VllmServerDriver:
         Raises
         ------
         HsError
-            HS410: the server cannot be reached or is none of vLLM, or does not capture a depth of this architecture.
+            HS410: the server cannot be reached or is none of vLLM, serves another target, or does not capture a depth
+            of this architecture; the folder of its files, or the variable of its key, is not there.
         """
         self.stop()
         options = launch.options
@@ -95,7 +96,11 @@ class VllmServerDriver:
             headers={"Content-Type": "application/json", **_authorization(options)},
             timeout=PATIENCE * float(options.get("timeout", TIMEOUT)),
         )
+        storage = Path(options["storage"]) if "storage" in options else None
+        if storage is not None:
+            check_folder(storage, url=server.url, option="storage")
         version, card = _ask_server(server)
+        check_served_model(card.get("root"), launch.model, url=server.url)
         slots = wanted_slots(
             launch.captures,
             version=version,
@@ -104,7 +109,6 @@ class VllmServerDriver:
             profile=launch.options.get("engine_profile"),
         )
         norm = load_weights(launch.model, final_norm_facts(launch.model)) if slots.normed else None
-        storage = Path(options["storage"]) if "storage" in options else None
         self._session = _Session(
             launch=launch, server=server, model=str(card["id"]), storage=storage, slots=slots, norm=norm
         )
@@ -123,19 +127,19 @@ class VllmServerDriver:
 
         Raises
         ------
-        ServerDied
-            It does not answer any more; what came before was yielded.
+        HsError
+            HS410: it does not answer any more, or writes other captures than are wanted; what came before was yielded.
         """
         if self._session is None or self._pool is None:
             raise RuntimeError("start() comes first")
         futures: list[Future[Answer | Fault]] = [self._pool.submit(_one, self._session, ask) for ask in asks]
-        died: ServerDied | None = None
+        lost: HsError | None = None
         try:
             for future in as_completed(futures):
                 try:
                     yield future.result()
-                except ServerDied as e:
-                    died = died or e
+                except HsError as e:
+                    lost = lost or e
                     for other in futures:
                         other.cancel()
                 except CancelledError:
@@ -143,8 +147,8 @@ class VllmServerDriver:
         finally:
             for future in futures:
                 future.cancel()
-        if died is not None:
-            raise died
+        if lost is not None:
+            raise lost
 
     def stop(self) -> None:
         """Let go of the server, which goes on running."""
@@ -176,7 +180,14 @@ def _ask_server(server: _Server) -> tuple[str, dict[str, Any]]:
 
 def _authorization(options: Mapping[str, str]) -> dict[str, str]:
     name = options.get("api_key")
-    return {} if name is None else {"Authorization": f"Bearer {os.environ[name]}"}
+    if name is None:
+        return {}
+    if name not in os.environ:
+        raise HsError(
+            problem("HS410", where=f"option api_key: {name}", got="no such environment variable",
+                    expected="the name of a variable that holds the key", fix=f"export {name}=... and run it again")
+        )  # fmt: skip
+    return {"Authorization": f"Bearer {os.environ[name]}"}
 
 
 def _one(session: _Session, ask: Ask) -> Answer | Fault:
@@ -197,6 +208,8 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
         path = Path(told["kv_transfer_params"]["hidden_states_path"])
     except urllib.error.HTTPError as e:
         message = f"HTTP {e.code}: {e.read(2000).decode('utf-8', 'replace')}"
+        if e.code >= 500:
+            _require_health(server, RuntimeError(message))
         return Fault(request=ask.request, message=message, again=e.code >= 500)
     except (KeyError, IndexError, TypeError) as e:
         message = f"the server's answer lacks {e}: it was not started with a connector for hidden states"
@@ -217,52 +230,79 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
 def _collect(session: _Session, answer: Answer, path: Path) -> Answer | Fault:
     """Wait for a file of the server, and take it into the staging folder in the wire's form."""
     launch, seconds, request = session.launch, session.server.timeout, answer.request
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
+    deadline = began + seconds
     failed, lock = path.with_name(path.name + FAILED), path.with_name(path.name + ".lock")
     while not path.exists() or not _free(lock):
         if failed.exists():
             return not_written(request, failed)
+        if time.monotonic() - began > min(_FOLDER_S, seconds):
+            check_folder(path.parent, url=session.server.url, option="storage")
         if time.monotonic() > deadline:
             message = f"{path} did not appear in {seconds:.0f} s: is it a folder that both machines see?"
             _require_health(session.server, TimeoutError(message))
             return Fault(request=request, message=message, again=True)
         time.sleep(_LOOK)
     wanted = Path(launch.staging) / answer.file
-    infos = {info.name: info for info in read_header(path)}
-    wrong: str | None = None
-    if _STOCK in infos:
-        wrong = _convert(infos, wanted, session.slots, session.norm)
-    elif set(infos) == {*launch.captures, TOKENS}:
-        _move(path, wanted)
-    else:
-        wrong = f"the server writes {', '.join(sorted(infos))}, not {', '.join(launch.captures)}"
-    path.unlink(missing_ok=True)
-    lock.unlink(missing_ok=True)
-    return answer if wrong is None else Fault(request=request, message=wrong)
+    try:
+        infos = {info.name: info for info in read_header(path)}
+        there, needed = set(infos), {*launch.captures, TOKENS}
+        if {_STOCK, TOKENS} <= there:
+            _convert(infos, wanted, session)
+        elif there == needed:
+            _move(path, wanted)
+        elif there > needed:
+            _write({key: read_tensor(infos[key]) for key in launch.captures}, infos[TOKENS], wanted)
+        else:
+            raise _other_captures(session, ", ".join(sorted(there - {TOKENS})))
+    except ForeignFileError as e:  # broken, or gone
+        return Fault(request=request, message=f"a file of the server: {e.problems[0].got}", again=True)
+    finally:
+        path.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+    return answer
 
 
-def _convert(infos: Mapping[str, TensorInfo], wanted: Path, slots: Slots, norm: FinalNormWeights | None) -> str | None:
-    """Write the file of vLLM's own connector in the wire's form; return what is wrong with it."""
-    states_TSH, ids = read_tensor(infos[_STOCK]), read_integers(infos[TOKENS])
+def _convert(infos: Mapping[str, TensorInfo], wanted: Path, session: _Session) -> None:
+    """Write the file of vLLM's own connector in the wire's form."""
+    states_TSH, slots, norm = read_tensor(infos[_STOCK]), session.slots, session.norm
     if states_TSH.ndim != 3 or states_TSH.shape[1] != len(slots.ids):
-        return f"the server captures {list(states_TSH.shape)[1:]} a token, not the layer ids {list(slots.ids)}"
-    if ids is None:
-        return f"{TOKENS} of dtype {infos[TOKENS].dtype}"
+        raise _other_captures(session, f"{list(states_TSH.shape)[1:]} numbers a token, of its own connector")
     arrays = {}
     for name, (slot, normed) in slots.keys.items():
         h_TH = np.ascontiguousarray(states_TSH[:, slot])
         arrays[name] = after(norm, h_TH) if normed and norm is not None else h_TH
+    _write(arrays, infos[TOKENS], wanted)
+
+
+def _write(arrays: Mapping[str, Any], tokens: TensorInfo, wanted: Path) -> None:
+    ids = read_integers(tokens)
+    if ids is None:
+        got, expected = f"{TOKENS} of dtype {tokens.dtype}", "integers"
+        raise ForeignFileError(problem("HS602", where=str(tokens.file), got=got, expected=expected))
     part = wanted.with_suffix(".part")
     save_file({**arrays, TOKENS: ids.astype(np.int64)}, part)
     os.replace(part, wanted)
-    return None
+
+
+def _other_captures(session: _Session, got: str) -> HsError:
+    captures = ", ".join(session.launch.captures)
+    return HsError(
+        problem("HS410", where=f"server {session.server.url}: captures", got=got,
+                expected=f"{captures} (layer ids {list(session.slots.ids)})",
+                fix=f"start it with --captures {captures.replace(', ', ',')}, as python -m "
+                "hsformat_extractors.hosted.vllm_serve prints, or extract what it writes")
+    )  # fmt: skip
 
 
 def _call(server: _Server, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data=data, headers=dict(server.headers))
-    with urllib.request.urlopen(request, timeout=timeout) as response:
-        told = json.loads(response.read())
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            told = json.loads(response.read())
+    except HTTPException as e:  # no HTTP, no port, or an answer that breaks off
+        raise ConnectionError(f"{type(e).__name__}: {e}") from e
     if not isinstance(told, dict):
         raise ValueError(f"{path} answered {type(told).__name__}, not a JSON object")
     return told
@@ -273,15 +313,15 @@ def _require_health(server: _Server, cause: Exception) -> None:
 
     Raises
     ------
-    ServerDied
-        ``/health`` does not answer.
+    ServerLost
+        ``/health`` does not answer, or says that the engine is dead.
     """
     request = urllib.request.Request(server.url + "/health", headers=dict(server.headers))
     try:
         with urllib.request.urlopen(request, timeout=_HEALTH):
             return
-    except OSError as e:
-        raise ServerDied(f"the server at {server.url} does not answer any more: {e} (after {cause})") from e
+    except (OSError, HTTPException) as e:
+        raise ServerLost(server.url, f"it does not answer any more: {e} (after {cause})") from e
 
 
 def _free(lock: Path) -> bool:
