@@ -175,7 +175,9 @@ class Writer:
         for s in segments:
             path = Path(self.config.staging) / f"{s.rid}.{self._process}.{self._number:09d}{FAULT}"
             with contextlib.suppress(OSError):
-                path.write_text(json.dumps(reason), encoding="utf-8")
+                part = path.with_name("." + path.name)  # so that no reader sees half of it
+                part.write_text(json.dumps(reason), encoding="utf-8")
+                part.replace(path)
 
 
 def _normed_and_residual(inputs: tuple[Any, ...], output: Any) -> tuple[Any, Any] | None:

@@ -105,7 +105,8 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         except (OSError, RuntimeError, ValueError, SafetensorError) as e:
             with contextlib.suppress(OSError):
                 Path(part).unlink(missing_ok=True)
-            Path(filename + FAILED).write_text(f"{type(e).__name__}: {e}", encoding="utf-8")
+            Path(part).write_text(f"{type(e).__name__}: {e}", encoding="utf-8")  # no reader sees half of it
+            os.replace(part, filename + FAILED)
             raise
         finally:
             if lock_fd is not None:
