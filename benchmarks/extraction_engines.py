@@ -60,6 +60,8 @@ def plain_vllm(args: argparse.Namespace) -> Callable[[Prompts], None]:
 
 
 def plain_sglang(args: argparse.Namespace) -> Callable[[Prompts], None]:
+    if args.eager:
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import sglang
 
     from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures
@@ -71,7 +73,7 @@ def plain_sglang(args: argparse.Namespace) -> Callable[[Prompts], None]:
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, dtype=target.dtype, captures=(), staging="",
         batch_tokens=args.batch_tokens, options={"engine_args": args.engine_args},
     )  # fmt: skip
-    plan = plan_captures(sglang.__version__, launch, ())
+    plan = plan_captures(sglang.__version__, launch)
     given = engine_arguments(launch, plan, staging="", cpu=args.eager)
     given.pop("forward_hooks")
     engine: Any = sglang.Engine(**given, log_level="error")

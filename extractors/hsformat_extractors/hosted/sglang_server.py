@@ -27,6 +27,10 @@ __all__ = ["SglangServerDriver"]
 _HEALTH_S = 60.0
 """Seconds in which a server that lives says so: it runs a token for it (http_server.py, health_generate)."""
 _FLAGS = "start it here with the flags that this prints: python -m hsformat_extractors.hosted.sglang_serve"
+_SEEDED = (
+    "start it with an accelerator and the flags that this prints: python -m "
+    "hsformat_extractors.hosted.sglang_serve --sampled; or let it answer greedily"
+)
 
 
 class SglangServerDriver(SglangAsker):
@@ -165,7 +169,8 @@ def _hook_config(info: Mapping[str, Any], launch: Launch, url: str) -> Mapping[s
         ),
     }
     found += [
-        problem("HS410", where=f"server {url}: {name}", got=got, expected="what gives all states", fix=_FLAGS)
+        problem("HS410", where=f"server {url}: {name}", got=got, expected="what gives all states",
+                fix=_SEEDED if name == "enable_deterministic_inference" else _FLAGS)
         for name, (got, bad) in wrong.items()
         if bad
     ]  # fmt: skip
