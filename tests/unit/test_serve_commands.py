@@ -46,3 +46,8 @@ def test_vllm_what_is_no_capture_is_told(captures, capsys):
 def test_vllm_the_final_norm_is_at_the_last_depth_alone(capsys):
     assert vllm(captures=f"d2n,d{LAYERS}n") == 2
     assert_refused(capsys, "HS304", "capture d2n", f"depth {LAYERS} alone")
+
+
+def test_sglang_objects_are_written_as_json():
+    flags = server_flags({"a": {"b": None}, "c": [{"d": True}], "e": [[1]], "f": ["x", 2]})
+    assert flags == ["--a", '{"b": null}', "--c", '[{"d": true}]', "--e", "[[1]]", "--f", "x", "2"]
