@@ -51,3 +51,53 @@ def test_vllm_the_final_norm_is_at_the_last_depth_alone(capsys):
 def test_sglang_objects_are_written_as_json():
     flags = server_flags({"a": {"b": None}, "c": [{"d": True}], "e": [[1]], "f": ["x", 2]})
     assert flags == ["--a", '{"b": null}', "--c", '[{"d": true}]', "--e", "[[1]]", "--f", "x", "2"]
+
+
+def sglang_hook(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    """Return the config of the hook in the command that was printed."""
+    words = shlex.split(capsys.readouterr().out)
+    (hook,) = json.loads(words[words.index("--forward-hooks") + 1])
+    config: dict[str, object] = hook["config"]
+    return config
+
+
+@pytest.mark.parametrize(
+    ("layers", "got"), [("²", "²"), ("1,", "''"), ("-1", "-1"), (str(LAYERS + 1), str(LAYERS + 1)), ("2,2", "2 twice")]
+)
+def test_sglang_what_is_no_depth_is_told(layers, got, capsys):
+    assert sglang_serve.main([str(TINY), f"--layers={layers}", "--staging", "/s", "--engine-version", "0.5.23"]) == 2
+    assert_refused(capsys, "HS304", got)
+
+
+def test_sglang_the_last_depth_among_layers_is_written_as_the_extractor_stores_it(capsys):
+    assert sglang("--last", "none", layers=f"1,{LAYERS}") == 0
+    config = sglang_hook(capsys)
+    assert (config["aux"], config["before_norm"], config["after_norm"]) == (["d1"], f"d{LAYERS}", None)
+    assert sglang("--last", "post", layers=f"1,{LAYERS}") == 0
+    config = sglang_hook(capsys)
+    assert (config["aux"], config["before_norm"], config["after_norm"]) == (["d1"], f"d{LAYERS}", f"d{LAYERS}n")
+
+
+@pytest.mark.parametrize("tokens", ["-5", "0"])
+def test_sglang_a_pass_of_no_tokens_is_refused(tokens, capsys):
+    assert sglang("--batch-tokens", tokens) == 2
+    assert_refused(capsys, "HS410", "--batch-tokens", tokens)
+
+
+def test_sglang_devices_and_replicas_are_arguments_of_a_server(capsys):
+    assert sglang("--engine-args", '{"tp_size": 8, "dp_size": 2}') == 0
+    assert "--tp-size 8 --dp-size 2" in capsys.readouterr().out
+
+
+def test_sglang_without_a_version_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(sglang_serve, "installed_version", lambda _: None)
+    assert sglang_serve.main([str(TINY), "--layers", "1", "--staging", "/s"]) == 2
+    assert_refused(capsys, "HS410", "--engine-version")
+
+
+def test_sglang_paths_are_absolute(monkeypatch, capsys):
+    monkeypatch.chdir(TINY.parent)
+    assert sglang_serve.main([TINY.name, "--layers", "1", "--staging", "s", "--engine-version", "0.5.23"]) == 0
+    out = capsys.readouterr().out
+    assert f"--model-path {TINY} " in out
+    assert f'"staging": "{TINY.parent}/s"' in out

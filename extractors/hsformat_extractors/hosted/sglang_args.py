@@ -217,8 +217,9 @@ def _parallel(options: Mapping[str, str]) -> dict[str, int]:
 
 
 def server_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the words of ``python -m sglang.launch_server`` that stand for these arguments: a word for each entry of a
-    list, JSON for objects and for what holds some.
+    """Return the words of ``python -m sglang.launch_server`` that stand for these arguments.
+
+    A list is a word for each entry; an object, or a list that holds one, is JSON.
     """
     words: list[str] = []
     for name, value in arguments.items():
