@@ -101,3 +101,17 @@ def test_sglang_paths_are_absolute(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert f"--model-path {TINY} " in out
     assert f'"staging": "{TINY.parent}/s"' in out
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.24.0", "0.32.0 or later"), ("zz", "a version, as pip shows it")])
+def test_vllm_older_than_the_extractor_works_with_is_refused(version, said, capsys):
+    assert vllm("--vllm-version", version) == 2
+    assert_refused(capsys, "HS410", version, said)
+
+
+def test_vllm_paths_are_absolute(monkeypatch, capsys):
+    monkeypatch.chdir(TINY.parent)
+    assert vllm_serve.main([TINY.name, "--captures", "d1", "--storage", "s", "--vllm-version", "0.32.0"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"vllm serve {TINY} ")
+    assert f'"shared_storage_path": "{TINY.parent}/s"' in out

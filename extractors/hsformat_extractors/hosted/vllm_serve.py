@@ -22,10 +22,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hsformat.engines.table import parse_version
 from hsformat.problems import HsError, problem
 from hsformat.target import describe
-from hsformat_extractors.hosted.preflight import installed_version
+from hsformat_extractors.hosted.preflight import installed_version, version_problems
 from hsformat_extractors.hosted.vllm_setup import speculation, transfer, wanted_slots
+from hsformat_extractors.vllm import VllmExtractor
 
 __all__ = ["main", "serve_command"]
 
@@ -38,7 +40,8 @@ def serve_command(
     Parameters
     ----------
     model
-        The target's folder, as the server sees it as well.
+        The target's folder, as the server sees it as well. Here and in ``storage`` a relative path is below this
+        process's folder.
     captures
         Keys, such as ``d2`` and ``d30n``.
     storage
@@ -51,15 +54,22 @@ def serve_command(
     Raises
     ------
     HsError
-        HS410: vLLM does not capture these depths of this architecture; ForeignFileError: the folder is no target.
+        HS410: this vLLM is too old, or does not capture these depths of this architecture; HS304: what is no capture.
+    ForeignFileError
+        The folder is no target.
     """
+    version, known = parse_version("vllm", version), VllmExtractor
+    if found := [
+        *version_problems(known.name, version, package=known.package, minimum=known.minimum, install=known.install)
+    ]:
+        raise HsError(found)
     target = describe(model, dtype=dtype).model
     slots = wanted_slots(captures, version=version, architecture=target.architecture, num_layers=target.num_layers)
     norm = target.final_norm.model_dump() if slots.normed else None
     return [
-        "vllm", "serve", str(model), "--dtype", target.dtype, "--skip-tokenizer-init", "--no-enable-prefix-caching",
-        "--speculative-config", json.dumps(speculation(slots)),
-        "--kv-transfer-config", json.dumps(transfer(slots, storage=storage, final_norm=norm)),
+        "vllm", "serve", str(model.absolute()), "--dtype", target.dtype, "--skip-tokenizer-init",
+        "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculation(slots)),
+        "--kv-transfer-config", json.dumps(transfer(slots, storage=str(Path(storage).absolute()), final_norm=norm)),
     ]  # fmt: skip
 
 
@@ -90,7 +100,7 @@ def _installed() -> str:
     if version is None:
         raise HsError(
             problem("HS410", where="--vllm-version", got="none, and vllm is not installed here", expected="a version",
-                    fix="give the version of the server: --vllm-version 0.32.0")
+                    fix=f"give the version of the server: --vllm-version {VllmExtractor.minimum}")
         )  # fmt: skip
     return version
 
