@@ -138,3 +138,12 @@ def test_vllm_the_build_that_is_installed_says_whether_it_is_for_a_cpu(
     monkeypatch.syspath_prepend(tmp_path)
     assert vllm_serve.main([str(TINY), "--captures", "d1", "--storage", "/mnt/hs"]) == 0
     assert capsys.readouterr().out.count("--enforce-eager") == cpu
+
+
+def test_sglang_a_server_of_sampled_answers_heeds_seeds(capsys):
+    assert sglang() == 0
+    assert "--enable-deterministic-inference" not in capsys.readouterr().out
+    assert sglang("--sampled") == 0
+    assert "--enable-deterministic-inference" in shlex.split(capsys.readouterr().out)
+    assert sglang("--sampled", "--cpu") == 2
+    assert_refused(capsys, "HS410", "--sampled", "heeds no seed")

@@ -40,6 +40,7 @@ def command(
     dtype: str | None = None,
     batch_tokens: int = 8192,
     cpu: bool = False,
+    sampled: bool = False,
     options: dict[str, str] | None = None,
 ) -> list[str]:
     """Return the words that start the server.
@@ -54,14 +55,19 @@ def command(
         A folder that the server and the extractor see under this name; a relative one is below this process's.
     batch_tokens
         Tokens of one forward pass.
+    cpu
+        There is no accelerator.
+    sampled
+        Answers will be drawn (``hsformat extract --temperature``), each by its own seed, which SGLang heeds with
+        ``enable_deterministic_inference`` alone.
     options
         ``engine_args``: further arguments of SGLang, as a JSON object.
 
     Raises
     ------
     HsError
-        HS410: this version of SGLang cannot give these captures, states would be lost under an option, or
-        ``batch_tokens`` is below 1. HS304: the target has no such depth.
+        HS410: this version of SGLang cannot give these captures, states would be lost under an option,
+        ``batch_tokens`` is below 1, or ``sampled`` without an accelerator. HS304: the target has no such depth.
     ForeignFileError
         The folder is no target.
     """
@@ -72,6 +78,12 @@ def command(
         problems.append(
             problem("HS410", where="--batch-tokens", got=batch_tokens, expected="at least 1",
                     fix="give a number of tokens that fits the device, such as 4096")
+        )  # fmt: skip
+    if sampled and cpu:
+        problems.append(
+            problem("HS410", where="--sampled", got="--cpu",
+                    expected="an accelerator: without one SGLang heeds no seed",
+                    fix="let it answer greedily, or use another engine on a CPU")
         )  # fmt: skip
     if problems:
         raise HsError(problems)
@@ -84,7 +96,7 @@ def command(
     launch = Launch(
         model=str(model.absolute()), architecture=target.architecture, num_layers=n, hidden_size=target.hidden_size,
         vocab_size=target.vocab_size, dtype=target.dtype, captures=tuple(keys), staging=folder,
-        batch_tokens=batch_tokens, options=given,
+        batch_tokens=batch_tokens, options=given, sampling={"seed": 0} if sampled else {},
     )  # fmt: skip
     plan = plan_captures(version, launch)
     arguments = engine_arguments(launch, plan, staging=folder, cpu=cpu)
@@ -104,6 +116,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--engine-version", help="by default that of the SGLang installed here")
     parser.add_argument("--engine-args", default="{}", help="further arguments, as a JSON object")
     parser.add_argument("--cpu", action="store_true", help="there is no accelerator")
+    parser.add_argument("--sampled", action="store_true", help="answers will be drawn: extract with --temperature")
     args = parser.parse_args(words)
     try:
         found = command(
@@ -115,6 +128,7 @@ def main(words: list[str] | None = None) -> int:
             dtype=args.dtype,
             batch_tokens=args.batch_tokens,
             cpu=args.cpu,
+            sampled=args.sampled,
             options={"engine_args": args.engine_args},
         )
     except HsError as e:

@@ -74,7 +74,8 @@ def serve_command(
     started = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if cpu else ["vllm", "serve"]
     return [
         *started, str(model.absolute()), *(["--enforce-eager"] if cpu else []),
-        "--dtype", target.dtype, "--skip-tokenizer-init", "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculation(slots)),
+        "--dtype", target.dtype, "--skip-tokenizer-init", "--no-enable-prefix-caching",
+        "--speculative-config", json.dumps(speculation(slots)),
         "--kv-transfer-config", json.dumps(transfer(slots, storage=str(Path(storage).absolute()), final_norm=norm)),
     ]  # fmt: skip
 
