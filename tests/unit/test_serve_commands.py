@@ -147,3 +147,51 @@ def test_sglang_a_server_of_sampled_answers_heeds_seeds(capsys):
     assert "--enable-deterministic-inference" in shlex.split(capsys.readouterr().out)
     assert sglang("--sampled", "--cpu") == 2
     assert_refused(capsys, "HS410", "--sampled", "heeds no seed")
+
+
+WRITTEN = (
+    "docs/guides/extracting_with_vllm.md",
+    "docs/guides/extracting_with_sglang.md",
+    "extractors/hsformat_extractors/hosted/vllm_serve.py",
+    "extractors/hsformat_extractors/hosted/sglang_serve.py",
+)
+SERVES = {"hsformat_extractors.hosted.vllm_serve": vllm_serve, "hsformat_extractors.hosted.sglang_serve": sglang_serve}
+
+
+def written(path: str, first: tuple[str, ...]) -> list[list[str]]:
+    """Return the commands in a text that begin with these words, each a line that may go on after a backslash."""
+    text = (REPOSITORY / path).read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = [
+        shlex.split(line, comments=True) for line in text.splitlines() if line.strip().startswith(" ".join(first))
+    ]
+    assert commands
+    return commands
+
+
+@pytest.mark.parametrize("path", WRITTEN)
+def test_the_commands_that_are_written_are_whole(path, tmp_path, capsys):
+    for file in TINY.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    layers = 61 if "guides" in path else 30  # of the targets that the texts have in mind
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    serves = written(path, ("python", "-m", "hsformat_extractors.hosted."))
+    for serve in serves:
+        words = serve[4:] if "--" not in serve else serve[4 : serve.index("--")]
+        version = [] if any(word.endswith("-version") for word in words) else ["--vllm-version", "0.32.0"]
+        assert SERVES[serve[2]].main([str(tmp_path), *words, *version]) == 0
+        assert "mkdir -p /" in capsys.readouterr().err
+    (extract,) = written(path, ("hsformat", "extract"))
+    assert {"--model", "--data", "--out"} <= set(extract)
+    aux, last = extract[extract.index("--layers") + 1], extract[extract.index("--last") + 1]
+    assert last == "pre"
+    served = serves[0]
+    if "--layers" in served:
+        assert [served[served.index(name) + 1] for name in ("--layers", "--last")] == [aux, last]
+    else:
+        assert served[served.index("--captures") + 1] == ",".join(f"d{d}" for d in (*aux.split(","), layers))
+
+
+def test_sglang_on_a_cpu_is_told_so_by_its_environment(capsys):
+    assert sglang("--cpu") == 0
+    assert capsys.readouterr().out.startswith("SGLANG_USE_CPU_ENGINE=1 python -m sglang.launch_server ")

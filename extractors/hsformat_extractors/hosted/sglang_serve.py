@@ -1,8 +1,15 @@
-"""The flags of an SGLang server that gives hidden states: ``python -m hsformat_extractors.hosted.sglang_serve MODEL``.
+r"""Print the command that starts an SGLang server which gives hidden states; start nothing.
 
-It prints the command and starts nothing. Afterwards, on the same machine::
+For example::
 
-    hsformat extract --engine sglang --option server=http://127.0.0.1:30000 ...
+    python -m hsformat_extractors.hosted.sglang_serve MODEL --layers 2,15,27 --last pre --staging /dev/shm/hs \
+        --engine-version 0.5.23
+
+Where SGLang is installed ``--engine-version`` may be left out. ``--staging`` is a folder on a place that server and
+extractor both see under one name; make it first. Then, for this command, on the same machine::
+
+    hsformat extract --engine sglang --option server=http://127.0.0.1:30000 \
+        --model MODEL --data chats.jsonl --out data.hs.zarr --layers 2,15,27 --last pre
 """
 
 from __future__ import annotations
@@ -134,7 +141,10 @@ def main(words: list[str] | None = None) -> int:
     except HsError as e:
         print(e, file=sys.stderr)
         return 2
-    print(shlex.join(found))
+    # Without it SGLang looks for an accelerator (the driver of extraction sets it as well).
+    print(("SGLANG_USE_CPU_ENGINE=1 " if args.cpu else "") + shlex.join(found))
+    folder = shlex.quote(str(args.staging.absolute()))
+    print(f"# Before it, on a place that server and extractor both see: mkdir -p {folder}", file=sys.stderr)
     return 0
 
 

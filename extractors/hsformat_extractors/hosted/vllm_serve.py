@@ -1,6 +1,9 @@
-r"""Print the command that starts a vLLM server which gives hidden states.
+r"""Print the command that starts a vLLM server which gives hidden states; start nothing.
 
-python -m hsformat_extractors.hosted.vllm_serve MODEL --captures d2,d15,d27,d30 --storage /mnt/hs --vllm-version 0.32.0
+For example::
+
+    python -m hsformat_extractors.hosted.vllm_serve MODEL --captures d2,d15,d27,d30 --storage /mnt/hs \
+        --vllm-version 0.32.0
 
 Where vLLM is installed ``--vllm-version`` may be left out. What follows ``--`` is passed on to ``vllm serve``::
 
@@ -8,10 +11,11 @@ Where vLLM is installed ``--vllm-version`` may be left out. What follows ``--`` 
         --tensor-parallel-size 8 --data-parallel-size 2 --port 8000
 
 ``--cpu`` is for a machine without an accelerator, and taken for given where the vLLM installed here is built for one.
-The server needs hsformat installed beside vLLM (its connector is loaded from it), and ``--storage`` is a folder that
-it and the extractor both see::
+The server needs hsformat installed beside vLLM (its connector is loaded from it), and ``--storage`` is a folder on a
+place that it and the extractor both see; make it first. Then, for the first command::
 
-    hsformat extract --engine vllm --option server=http://HOST:8000 --option storage=/mnt/hs ...
+    hsformat extract --engine vllm --option server=http://HOST:8000 --option storage=/mnt/hs \
+        --model MODEL --data chats.jsonl --out data.hs.zarr --layers 2,15,27 --last pre
 """
 
 from __future__ import annotations
@@ -101,6 +105,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(e, file=sys.stderr)
         return 2
     print(shlex.join([*command, *further]))
+    folder = shlex.quote(str(Path(args.storage).absolute()))
+    print(f"# Before it, on a place that server and extractor both see: mkdir -p {folder}", file=sys.stderr)
     return 0
 
 
