@@ -217,13 +217,16 @@ def _parallel(options: Mapping[str, str]) -> dict[str, int]:
 
 
 def server_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the words of ``python -m sglang.launch_server`` that stand for these arguments."""
+    """Return the words of ``python -m sglang.launch_server`` that stand for these arguments.
+
+    A list is a word for each entry; an object, or a list that holds one, is JSON.
+    """
     words: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
             words.append(flag)
-        elif name == "forward_hooks":
+        elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
             words += [flag, json.dumps(value)]
         elif isinstance(value, list):
             words += [flag, *map(str, value)]

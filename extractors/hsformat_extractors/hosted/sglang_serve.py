@@ -1,27 +1,40 @@
-"""The flags of an SGLang server that gives hidden states: ``python -m hsformat_extractors.hosted.sglang_serve MODEL``.
+r"""Print the command that starts an SGLang server which gives hidden states; start nothing.
 
-It prints the command and starts nothing. Afterwards, on the same machine::
+For example::
 
-    hsformat extract --engine sglang --option server=http://127.0.0.1:30000 ...
+    python -m hsformat_extractors.hosted.sglang_serve MODEL --layers 2,15,27 --last pre --staging /dev/shm/hs \
+        --engine-version 0.5.23
+
+Where SGLang is installed ``--engine-version`` may be left out. ``--staging`` is a folder on a place that server and
+extractor both see under one name; make it first. Then, for this command, on the same machine::
+
+    hsformat extract --engine sglang --option server=http://127.0.0.1:30000 \
+        --model MODEL --data chats.jsonl --out data.hs.zarr --layers 2,15,27 --last pre
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import shlex
 import sys
 from pathlib import Path
 
+from hsformat.extraction.plan import parse_layers
 from hsformat.layout import capture_key
-from hsformat.problems import HsError
+from hsformat.problems import HsError, problem
 from hsformat.target import describe
 from hsformat_extractors.hosted.options import SHARED, option_problems
+from hsformat_extractors.hosted.preflight import installed_version
 from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures, server_flags
 from hsformat_extractors.hosted.wire import Launch
 from hsformat_extractors.sglang import SglangExtractor
 
 __all__ = ["command", "main"]
+
+_LAST: dict[str, tuple[str, ...]] = {"pre": ("pre",), "post": ("post",), "both": ("pre", "post"), "none": ()}
+_DEVICES = frozenset({"tp_size", "dp_size"})
+_FORBIDDEN = tuple(rule for rule in SglangExtractor.forbidden if not _DEVICES.intersection(rule.names))
+"""What the extractor forbids, but for devices and replicas: it has options for them, a server has these arguments."""
 
 
 def command(
@@ -34,6 +47,7 @@ def command(
     dtype: str | None = None,
     batch_tokens: int = 8192,
     cpu: bool = False,
+    sampled: bool = False,
     options: dict[str, str] | None = None,
 ) -> list[str]:
     """Return the words that start the server.
@@ -41,32 +55,58 @@ def command(
     Parameters
     ----------
     layers
-        Depths below the last, as in ``hsformat extract --layers``.
+        Depths, as in ``hsformat extract --layers``; depth N is before the final norm.
     last
         ``pre``, ``post``: the state after the last layer, before and after the final norm.
     staging
-        A folder that the server and the extractor see under this name.
+        A folder that the server and the extractor see under this name; a relative one is below this process's.
+    batch_tokens
+        Tokens of one forward pass.
+    cpu
+        There is no accelerator.
+    sampled
+        Answers will be drawn (``hsformat extract --temperature``), each by its own seed, which SGLang heeds with
+        ``enable_deterministic_inference`` alone.
+    options
+        ``engine_args``: further arguments of SGLang, as a JSON object.
 
     Raises
     ------
     HsError
-        The target cannot be described, or SGLang cannot give these captures.
+        HS410: this version of SGLang cannot give these captures, states would be lost under an option,
+        ``batch_tokens`` is below 1, or ``sampled`` without an accelerator. HS304: the target has no such depth.
+    ForeignFileError
+        The folder is no target.
     """
     given = options or {}
     known = {o.name: o for o in SHARED}
-    if problems := [*option_problems(given, known, SglangExtractor.forbidden, SglangExtractor.name)]:
+    problems = [*option_problems(given, known, _FORBIDDEN, SglangExtractor.name)]
+    if batch_tokens < 1:
+        problems.append(
+            problem("HS410", where="--batch-tokens", got=batch_tokens, expected="at least 1",
+                    fix="give a number of tokens that fits the device, such as 4096")
+        )  # fmt: skip
+    if sampled and cpu:
+        problems.append(
+            problem("HS410", where="--sampled", got="--cpu",
+                    expected="an accelerator: without one SGLang heeds no seed",
+                    fix="let it answer greedily, or use another engine on a CPU")
+        )  # fmt: skip
+    if problems:
         raise HsError(problems)
     target = describe(model, dtype=dtype).model
     n = target.num_layers
-    lasts = {"pre": capture_key(n), "post": capture_key(n, normed=True)}
-    keys = [*map(capture_key, sorted(set(layers) - {n})), *(key for name, key in lasts.items() if name in last)]
+    lasts = {"pre": (n, False), "post": (n, True)}
+    wanted = {*((depth, False) for depth in layers), *(lasts[name] for name in last)}
+    keys = [capture_key(depth, normed=normed) for depth, normed in sorted(wanted)]
+    folder = str(staging.absolute())
     launch = Launch(
-        model=str(model), architecture=target.architecture, num_layers=n, hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size, dtype=target.dtype, captures=tuple(keys), staging=str(staging),
-        batch_tokens=batch_tokens, options=given,
+        model=str(model.absolute()), architecture=target.architecture, num_layers=n, hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size, dtype=target.dtype, captures=tuple(keys), staging=folder,
+        batch_tokens=batch_tokens, options=given, sampling={"seed": 0} if sampled else {},
     )  # fmt: skip
     plan = plan_captures(version, launch)
-    arguments = engine_arguments(launch, plan, staging=str(staging), cpu=cpu)
+    arguments = engine_arguments(launch, plan, staging=folder, cpu=cpu)
     return ["python", "-m", "sglang.launch_server", *server_flags(arguments)]
 
 
@@ -75,37 +115,48 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hsformat_extractors.hosted.sglang_serve", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("model", type=Path, help="folder of the target")
-    parser.add_argument("--layers", required=True, help="depths: 2,15,27")
-    parser.add_argument("--last", default="pre", help="pre, post, both or none")
+    parser.add_argument("--layers", required=True, help="eagle3, or depths: 2,15,27")
+    parser.add_argument("--last", default="pre", choices=_LAST, help="depth N before or after the final norm")
     parser.add_argument("--staging", type=Path, required=True, help="folder for states, best on a disk of memory")
     parser.add_argument("--dtype", help="by default that of the target")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens of one forward pass")
     parser.add_argument("--engine-version", help="by default that of the SGLang installed here")
     parser.add_argument("--engine-args", default="{}", help="further arguments, as a JSON object")
     parser.add_argument("--cpu", action="store_true", help="there is no accelerator")
+    parser.add_argument("--sampled", action="store_true", help="answers will be drawn: extract with --temperature")
     args = parser.parse_args(words)
-    last = {"pre": ("pre",), "post": ("post",), "both": ("pre", "post"), "none": ()}.get(args.last)
-    if last is None or not all(part.isdigit() for part in args.layers.split(",")):
-        parser.error("--layers are numbers with commas between, --last is pre, post, both or none")
     try:
         found = command(
             args.model,
-            layers=tuple(map(int, args.layers.split(","))),
-            last=last,
+            layers=parse_layers(args.layers, describe(args.model, dtype=args.dtype).model.num_layers),
+            last=_LAST[args.last],
             staging=args.staging,
-            version=args.engine_version or importlib.metadata.version("sglang"),
+            version=args.engine_version or _installed(),
             dtype=args.dtype,
             batch_tokens=args.batch_tokens,
             cpu=args.cpu,
+            sampled=args.sampled,
             options={"engine_args": args.engine_args},
         )
     except HsError as e:
         print(e, file=sys.stderr)
         return 2
-    except importlib.metadata.PackageNotFoundError:
-        parser.error("SGLang is not installed here: name the server's --engine-version")
-    print(shlex.join(found))
+    # Without it SGLang looks for an accelerator (the driver of extraction sets it as well).
+    print(("SGLANG_USE_CPU_ENGINE=1 " if args.cpu else "") + shlex.join(found))
+    folder = shlex.quote(str(args.staging.absolute()))
+    print(f"# Before it, on a place that server and extractor both see: mkdir -p {folder}", file=sys.stderr)
     return 0
+
+
+def _installed() -> str:
+    version = installed_version("sglang")
+    if version is None:
+        raise HsError(
+            problem("HS410", where="--engine-version", got="none, and sglang is not installed here",
+                    expected="a version",
+                    fix=f"give the version of the server: --engine-version {SglangExtractor.minimum}")
+        )  # fmt: skip
+    return version
 
 
 if __name__ == "__main__":

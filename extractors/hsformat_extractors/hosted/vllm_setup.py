@@ -19,7 +19,7 @@ from hsformat.engines.profile import load_profile
 from hsformat.engines.rows import parse_depth
 from hsformat.engines.table import capture_row
 from hsformat.layout import parse_capture_key
-from hsformat.problems import HsError, problem
+from hsformat.problems import HsError, Problem, problem
 from hsformat_extractors.hosted.wire import Fault
 
 __all__ = [
@@ -92,10 +92,11 @@ def wanted_slots(
     HsError
         HS504, HS602, HS603: the profile cannot be read.
     HsError
-        HS410: vLLM does not capture a depth of this architecture.
+        HS304: a text is no key, or a norm is asked for below depth N; HS410: vLLM does not capture a depth of this
+        architecture.
     """
     row = capture_row("vllm", version, architecture, None if profile is None else load_profile(profile))
-    parsed = {key: parse_capture_key(key) for key in captures}
+    parsed = _parsed(captures, num_layers)
     depths = sorted({depth for depth, _ in parsed.values()})
     ids = ids_of(row, depths, num_layers)
     if ids is None or row.norm != "none":
@@ -108,6 +109,36 @@ def wanted_slots(
         )  # fmt: skip
     keys = {key: (depths.index(depth), normed) for key, (depth, normed) in parsed.items()}
     return Slots(ids=tuple(ids), depths=tuple(depths), keys=keys)
+
+
+def _parsed(captures: Sequence[str], n: int) -> dict[str, tuple[int, bool]]:
+    """Return depth and whether it is after the final norm, of each key.
+
+    Raises
+    ------
+    HsError
+        HS304, one problem a key that no target of ``n`` layers has.
+    """
+    found: dict[str, tuple[int, bool]] = {}
+    problems: list[Problem] = []
+    for key in captures:
+        try:
+            depth, normed = found[key] = parse_capture_key(key)
+        except ValueError:
+            problems.append(
+                problem("HS304", where="captures", got=repr(key),
+                        expected=f"d0 to d{n}, or d{n}n after the final norm",
+                        fix="name captures with commas between, such as d1,d2")
+            )  # fmt: skip
+            continue
+        if normed and depth != n:
+            problems.append(
+                problem("HS304", where=f"capture {key}", got=f"the final norm at depth {depth}",
+                        expected=f"the final norm at depth {n} alone", fix=f"ask for d{n}n, or for d{depth}")
+            )  # fmt: skip
+    if problems:
+        raise HsError(problems)
+    return found
 
 
 def speculation(slots: Slots) -> dict[str, Any]:
