@@ -147,10 +147,13 @@ def config_of(args: argparse.Namespace, store: Path, target: Path, precision: st
     )  # fmt: skip
 
 
-def export(store: Path, config: TrainConfig, data: Path, peer: str) -> list[str]:
+def export(
+    store: Path, config: TrainConfig, data: Path, peer: str, *, without: frozenset[str] = frozenset()
+) -> list[str]:
     """Write the records and the draft vocabulary as speculators reads them; return its ids of the aux layers.
 
-    ``hs_<i>.safetensors`` with hidden_states [T, aux + 1, H] (the last one before the final norm) and token_ids [T].
+    ``hs_<i>.safetensors`` with hidden_states [T, aux + 1, H] (the last one before the final norm) and token_ids [T];
+    records ``without`` are left out.
     """
     from safetensors.numpy import save_file
 
@@ -158,8 +161,8 @@ def export(store: Path, config: TrainConfig, data: Path, peer: str) -> list[str]
     layout, source = admitted.layout, hs.open(store)
     (data / "hidden_states").mkdir(parents=True)
     columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-    for i in range(len(source)):
-        record = source[i]
+    for i, record_id in enumerate(r for r in source.ids if r not in without):
+        record = source[record_id]
         states = np.stack([record.hidden[k] for k in layout.keys], axis=1)
         ids = record.input_ids[: len(states)].astype(np.int64)
         tensors = {"hidden_states": np.ascontiguousarray(states), "token_ids": ids}

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from trainer_peers import export
 
-import hsformat as hs
 from hsformat.target import describe
 from hsformat_trainer.config import TrainConfig
 from hsformat_trainer.data import eval_loader
@@ -52,30 +52,9 @@ def config_of(args: argparse.Namespace, **changes: Any) -> TrainConfig:
 
 def train(args: argparse.Namespace) -> None:
     """Write the data and run speculators' trainer to its end."""
-    from safetensors.numpy import save_file
-
-    config = config_of(args)
-    admitted = admit(config)
-    source = hs.open(args.cache / "data.hs.zarr")
     held_out = frozenset((args.cache / "held_out.txt").read_text().split())
-    (args.out / "hidden_states").mkdir(parents=True)
-    columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-    for i, record_id in enumerate(r for r in source.ids if r not in held_out):
-        record = source[record_id]
-        states = np.stack([record.hidden[k] for k in admitted.layout.keys], axis=1)
-        ids = record.input_ids[: len(states)].astype(np.int64)
-        tensors = {"hidden_states": np.ascontiguousarray(states), "token_ids": ids}
-        save_file(tensors, args.out / "hidden_states" / f"hs_{i}.safetensors")
-        columns["input_ids"].append(ids.tolist())
-        columns["loss_mask"].append(record.loss_mask[: len(ids)].astype(int).tolist())
-        columns["seq_len"].append(len(ids))
-    (args.out / "rows.json").write_text(json.dumps(columns))
-    vocabulary = vocabulary_for(config, admitted)
-    assert vocabulary is not None
-    np.save(args.out / f"d2t-{VOCABULARY}.npy", vocabulary.d2t)
-    np.save(args.out / f"t2d-{VOCABULARY}.npy", vocabulary.t2d)
+    layers = export(args.cache / "data.hs.zarr", config_of(args), args.out, str(args.peer_python), without=held_out)
     driver = [str(args.peer_python), str(HERE / "speculators_on_cpu.py")]
-    subprocess.run([*driver, "write", str(args.out)], check=True)
     options = {
         "speculator-type": "eagle3", "verifier-name-or-path": args.target, "data-path": args.out, "epochs": 4,
         "hidden-states-path": args.out / "hidden_states", "total-seq-len": TOKENS, "draft-vocab-size": VOCABULARY,
@@ -86,7 +65,7 @@ def train(args: argparse.Namespace) -> None:
     }  # fmt: skip
     flags = [str(x) for k, v in options.items() for x in (f"--{k}", v)]
     flags += ["--no-norm-before-residual", "--no-norm-before-fc", "--no-norm-output", "--no-resume-from-checkpoint"]
-    flags += ["--target-layer-ids", *(k.removeprefix("d") for k in admitted.layout.aux)]
+    flags += ["--target-layer-ids", *layers]
     began, before = time.monotonic(), os.times()
     command = [*driver, "train", str(args.out / "marks.json"), "0", str(10**9), "--", *flags]
     subprocess.run(command, check=True, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"})

@@ -157,7 +157,7 @@ def _selection(contract: Contract, fed: Sequence[str], absent: Sequence[str]) ->
 
 def _shift(own: Shift, served: Shift) -> Problem:
     differing = [n for n in Shift.model_fields if getattr(own, n) != getattr(served, n)]
-    text: Callable[[Shift], str] = lambda s: ", ".join(f"{n} t{getattr(s, n):+d}" for n in differing)  # noqa: E731
+    text: Callable[[Shift], str] = lambda s: ", ".join(f"{n} t{getattr(s, n):+d}" for n in differing)  # noqa: E731 - as it is typed
     fix = "train with the engine's shift, or serve with an engine that follows EAGLE-3's"
     return problem("HS406", where="shift", got=text(own), expected=text(served), fix=fix)
 
