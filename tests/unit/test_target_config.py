@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from hsformat.digests import digest_json
 from hsformat.problems import ForeignFileError
@@ -33,6 +34,9 @@ def write(folder, value):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_layouts_of_transformers_4_and_5_give_one_digest(name, tmp_path):  # sfllm PR#32, Model-Optimizer PR#917
+    if PUBLISHED[name]["model_type"] not in CONFIG_MAPPING:
+        assert int(transformers.__version__.split(".")[0]) < 5
+        pytest.skip("a family that Transformers knew later")
     old = write(tmp_path / "4", PUBLISHED[name])
     loaded = AutoConfig.from_pretrained(old)
     loaded.save_pretrained(tmp_path / "5")
