@@ -48,12 +48,16 @@ class VllmExtractor(HostedExtractor):
             fix="leave it out",
         ),
         Forbidden(
-            names=("pipeline_parallel_size",),
+            names=("pipeline_parallel_size", "pp_size"),
             why="what earlier stages captured is dropped (vllm PR#45985)",
             fix="use --option tensor_parallel=N",
         ),
-        Forbidden(names=("tensor_parallel_size",), why="there is an option for it", fix="--option tensor_parallel=N"),
-        Forbidden(names=("data_parallel_size",), why="there is an option for it", fix="--option data_parallel=N"),
+        Forbidden(
+            names=("tensor_parallel_size", "tp_size"), why="there is an option for it", fix="--option tensor_parallel=N"
+        ),
+        Forbidden(
+            names=("data_parallel_size", "dp_size"), why="there is an option for it", fix="--option data_parallel=N"
+        ),
         Forbidden(
             names=("model", "tokenizer", "dtype", "skip_tokenizer_init", "max_num_batched_tokens", "runner", "task"),
             why="it follows from the command",

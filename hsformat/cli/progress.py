@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import (
@@ -43,13 +44,16 @@ def extraction_progress(rows: int, dropped: Callable[[], int]) -> Iterator[Liste
         TaskProgressColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
+    pace = Pace()
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("extract", total=rows, rate="")
+        task = bar.add_task("extract", total=rows, rate="", left="")
 
         def show(report: ExtractionReport) -> None:
-            bar.update(task, completed=_done(report) + dropped(), rate=_rate(report))
+            left = pace.left(report, rows - dropped())
+            said = "" if left is None else f"{timedelta(seconds=round(left))} left"
+            bar.update(task, completed=_done(report) + dropped(), rate=pace.rate(report), left=said)
 
         yield show
 
@@ -71,24 +75,43 @@ class _Lines:
     """One line now and then."""
 
     def __init__(self, rows: int, dropped: Callable[[], int]) -> None:
-        self._rows, self._dropped = rows, dropped
+        self._rows, self._dropped, self._pace = rows, dropped, Pace()
         self._next = time.monotonic() + LINE_SECONDS
 
     def __call__(self, report: ExtractionReport) -> None:
+        left = self._pace.left(report, self._rows - self._dropped())
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + LINE_SECONDS
         done, total = _done(report), self._rows - self._dropped()
-        left = f", about {report.seconds * (total - done) / done:.0f} s left" if done else ""
-        print(f"extract: {done} of {total} records, {_rate(report)}{left}", file=sys.stderr, flush=True)
+        said = "" if left is None else f", about {left:.0f} s left"
+        print(f"extract: {done} of {total} records, {self._pace.rate(report)}{said}", file=sys.stderr, flush=True)
+
+
+class Pace:
+    """How fast records come, from the first one on: loading the target, and records that were there, do not count."""
+
+    def __init__(self) -> None:
+        self._since: tuple[float, int, int] | None = None
+
+    def left(self, report: ExtractionReport, total: int) -> float | None:
+        """Return the seconds until all records are done, if they come as before; None: it is not known yet."""
+        done = _done(report)
+        if self._since is None and report.written + report.quarantined.total():
+            self._since = (report.seconds, done, report.tokens)
+        if self._since is None or done <= self._since[1]:
+            return None
+        return (report.seconds - self._since[0]) * (total - done) / (done - self._since[1])
+
+    def rate(self, report: ExtractionReport) -> str:
+        """Return tokens a second, the bytes of states, and how many records are quarantined."""
+        seconds, _, tokens = self._since or (0.0, 0, 0)
+        passed = report.seconds - seconds
+        speed = (report.tokens - tokens) / passed if passed > 0 else 0.0
+        bad = f", {report.quarantined.total()} quarantined" if report.quarantined else ""
+        return f"{speed:,.0f} tokens/s, {human_bytes(report.nbytes)}{bad}"
 
 
 def _done(report: ExtractionReport) -> int:
     return report.written + report.skipped + report.quarantined.total()
-
-
-def _rate(report: ExtractionReport) -> str:
-    speed = report.tokens / report.seconds if report.seconds else 0.0
-    bad = f", {report.quarantined.total()} quarantined" if report.quarantined else ""
-    return f"{speed:,.0f} tokens/s, {human_bytes(report.nbytes)}{bad}"

@@ -22,7 +22,10 @@ __all__ = ["ENGINES", "Engine", "capture_row", "draft_row", "engine_of", "known_
 
 R = TypeVar("R", bound=Row)
 
-_PROBE = "prove it where it is installed (hsformat engines probe) and pass the profile, or describe the layout yourself"
+_PROBE = (
+    "prove it where it is installed (hsformat engines probe) and pass the profile (--engine-profile FILE; to extract, "
+    "--option engine_profile=FILE), or describe the layout yourself"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +102,20 @@ def known_versions(engine: str) -> tuple[str, ...]:
     return tuple(sorted({v for row in rows for v in row.versions}, key=Version))
 
 
-def capture_row(engine: str, version: str, architecture: str, profile: EngineProfile | None = None) -> CaptureRow:
+def capture_row(
+    engine: str,
+    version: str,
+    architecture: str,
+    profile: EngineProfile | None = None,
+    *,
+    since: str | None = None,
+) -> CaptureRow:
     """Return how a version of an engine numbers the depths of a target.
+
+    Parameters
+    ----------
+    since
+        The oldest version that whoever asks can use: of a version that is not known, no older ones are named.
 
     Raises
     ------
@@ -111,7 +126,7 @@ def capture_row(engine: str, version: str, architecture: str, profile: EnginePro
     proved = _proved(engine, version, profile)
     if proved is not None and proved.architecture == architecture:
         return proved.captures
-    _require_version(found.captures, engine, version, profile)
+    _require_version(found.captures, engine, version, profile, since)
     for refused in found.unsupported:
         if version in refused.versions and architecture in refused.architectures:
             got, fix = f"{architecture}: {refused.reason}", f"{found.title} cannot be used for it ({refused.source})"
@@ -168,10 +183,13 @@ def _proved(engine: str, version: str, profile: EngineProfile | None) -> EngineP
     return profile if own else None
 
 
-def _require_version(rows: Sequence[R], engine: str, version: str, profile: EngineProfile | None) -> None:
+def _require_version(
+    rows: Sequence[R], engine: str, version: str, profile: EngineProfile | None, since: str | None = None
+) -> None:
     known = sorted({v for row in rows for v in row.versions}, key=Version)
     if version not in known:
-        expected = f"one of {_join(known)}"
+        usable = [v for v in known if since is None or Version(v) >= Version(since)]
+        expected = f"one of {_join(usable)}"
         if profile is not None:
             expected += f"; the profile is of {profile.engine} {profile.version}, {profile.architecture}"
         raise ResolveError(_unknown(f"{engine}: version", version, expected))

@@ -10,6 +10,7 @@ from hsformat.contract import Contract
 from hsformat.problems import ContractMismatch, Problem, Severity, StoreError, problem
 from hsformat.store.backend import Backend, Place
 from hsformat.store.commit import load_commits
+from hsformat.store.local import LocalBackend
 from hsformat.store.metadata import (
     MAX_JSON_BYTES,
     SEGMENTS,
@@ -34,17 +35,21 @@ def exists(path: Place) -> bool:
 
 
 def check_new(path: Place) -> None:
-    """Refuse a path at which :func:`create` would find something.
+    """Refuse a path at which :func:`create` would find something, or could make nothing.
+
+    Nothing is written. So whether an object store takes what is put there is not known before.
 
     Raises
     ------
     StoreError
-        HS501: there is a store, a file or a folder that is not empty.
+        HS501: there is a store, a file or a folder that is not empty; or the folder cannot be made or written to.
     """
     backend = backend_for(path)
     try:
         state = backend.state()
         store = state == "folder" and backend.size("zarr.json") is not None
+        if state in ("absent", "empty") and isinstance(backend, LocalBackend):
+            backend.check_writable()
     except OSError as e:
         raise StoreError(_cannot_create(backend, e)) from e
     if state in ("file", "folder"):

@@ -44,6 +44,18 @@ class LocalBackend:
             return None
         return usage.free if usage.total else None  # network file systems that count nothing report 0 of 0
 
+    def check_writable(self) -> None:
+        """Raise OSError where a store cannot be made, as far as can be told without making anything."""
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(self._root)  # a name that is too long, or a file among the folders above
+        there = next(p for p in (self._root, *self._root.parents) if p.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        if os.statvfs(there).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(there))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
     def state(self) -> Literal["absent", "empty", "file", "folder"]:
         """Return what is at the path."""
         if self._root.is_dir():

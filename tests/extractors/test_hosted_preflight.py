@@ -8,19 +8,23 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from toys import GREEDY, TINY_LLAMA, ToyExtractor, request_for
 
+from hsformat.engines import known_versions
 from hsformat.engines.profile import load_profile
 from hsformat.extraction import available, find_extractor
 from hsformat.problems import HsError
 from hsformat.record import Generation
 from hsformat_extractors._stops import end_of_turn_ids, special_ids
-from hsformat_extractors.hosted.options import SHARED
+from hsformat_extractors.hosted.options import SHARED, without_secrets
+from hsformat_extractors.hosted.staging import MIB
 from hsformat_extractors.sglang import SglangExtractor
 from hsformat_extractors.vllm import VllmExtractor
 
@@ -83,6 +87,9 @@ def test_a_version_that_nobody_has_looked_at_is_refused_unless_a_profile_proves_
     (found,) = preflight(engine, "d4", version="99.0")
     assert found.code == "HS410"
     assert "hsformat engines probe" in found.fix
+    assert "--option engine_profile=" in found.fix
+    offered = found.expected.removeprefix("one of ").split(", ")
+    assert offered == [v for v in known_versions(engine) if Version(v) >= Version(CLASSES[engine].minimum)]
     proved = load_profile(PROFILES / f"{engine}-{KNOWN[engine]}-LlamaForCausalLM.json")
     data = json.loads(json.dumps(proved.to_json()).replace(f'"{KNOWN[engine]}"', '"99.0"'))
     profile = type(proved).model_validate_json(json.dumps(data))
@@ -123,6 +130,7 @@ def test_depths_that_the_engine_cannot_capture_are_refused(engine, architecture,
         ("vllm", {"speculative_config": {"method": "eagle3"}}),
         ("vllm", {"pipeline_parallel_size": 2}),  # vllm PR#45985
         ("vllm", {"dtype": "half"}),
+        ("vllm", {"tp_size": 2}),
         ("sglang", {"disable_radix_cache": False}),  # sglang#4997, PR#6551
         ("sglang", {"speculative_algorithm": "EAGLE3"}),  # sglang#26163
         ("sglang", {"pp_size": 2}),  # sglang PR#39644
@@ -141,7 +149,7 @@ def test_arguments_under_which_states_are_lost_are_refused(engine, argument):
     [
         ("no_such_option", "1"), ("tensor_parallel", "0"), ("data_parallel", "two"), ("timeout", "-1"),
         ("start_timeout", "nan"), ("staging_mib", "0"), ("window", "1.5"), ("engine_args", "[]"), ("server", "host:1"),
-        ("engine_args", "{"), ("staging", ""),
+        ("engine_args", "{"), ("staging", ""), ("timeout", "1e308"), ("window", "9" * 5000),
     ],
 )  # fmt: skip
 def test_options_that_are_none_are_refused(name, value):
@@ -163,6 +171,27 @@ def test_a_disk_that_is_too_small_for_staging_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     (found,) = preflight("vllm", "d4", staging=tmp_path / "file")
     assert found.code == "HS506"
+
+
+def test_a_full_disk_offers_no_smaller_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=MIB, total=2**40, used=0))
+    (found,) = preflight("vllm", "d4", staging=tmp_path)
+    assert (found.code, "staging_mib" in found.fix) == ("HS506", False)
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({"hf_token": "abc", "max_num_batched_tokens": 5}, {"hf_token": "***", "max_num_batched_tokens": 5}),
+        ({"a": [{"api_key": "abc"}], "api_key": None}, {"a": [{"api_key": "***"}], "api_key": None}),
+        ('{"ssl_keyfile_password": "abc"}', '{"ssl_keyfile_password": "***"}'),
+        ("serve m --api-key=abc --hf-token abc -x", "serve m --api-key=*** --hf-token *** -x"),
+        (["--admin-api-key", "abc", "--port", "1"], ["--admin-api-key", "***", "--port", "1"]),
+        (None, None),
+    ],
+)
+def test_no_secret_is_kept_beside_the_data(told, kept):
+    assert without_secrets(told) == kept
 
 
 def test_a_bound_below_the_longest_sample_is_a_warning():

@@ -124,8 +124,8 @@ def test_the_command_of_a_server_is_printed(tmp_path, capsys):
 class Asker(SglangAsker):
     """An engine that answers at once, with what a test says, and leaves the files that it says."""
 
-    def __init__(self, folder, respond, launch=LAUNCH):
-        self._prepare(replace(launch, staging=str(folder)), folder)
+    def __init__(self, folder, respond, launch=LAUNCH, **options):
+        self._prepare(replace(launch, staging=str(folder), options=options), folder)
         self.respond = respond
 
     def _submit(self, request):
@@ -197,9 +197,9 @@ def test_what_is_no_answer_is_a_fault_and_leaves_nothing(tmp_path, ran, response
     assert [p for p in tmp_path.iterdir() if p.suffix == ".part"] == []
 
 
-def test_an_engine_that_does_nothing_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("hsformat_extractors.hosted.sglang_driver.STALL_S", 0.3)
-    asker = Asker(tmp_path, lambda *_: None)
+def test_an_engine_that_does_nothing_is_given_up_before_whoever_waits_for_it_does(tmp_path):
+    """``timeout`` is for both."""
+    asker = Asker(tmp_path, lambda *_: None, timeout="0.3")
     asker._submit = lambda _request: Future()
-    with pytest.raises(RuntimeError, match="done nothing"):
+    with pytest.raises(RuntimeError, match=r"nothing came for 0\.24 s"):
         list(asker.run([Ask(request="r-0", prompt=(5,))]))

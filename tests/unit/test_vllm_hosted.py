@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import os
 import shutil
 import socket
 import threading
@@ -144,7 +145,7 @@ class FakeServer(ThreadingHTTPServer):
         self.server_close()
 
 
-REFUSED, FAILS, NO_FILE, NOT_WRITTEN, DIES, NO_CONNECTOR = 90, 91, 92, 93, 94, 95
+REFUSED, FAILS, NO_FILE, NOT_WRITTEN, DIES, NO_CONNECTOR, NO_CHOICES = 90, 91, 92, 93, 94, 95, 96
 
 
 def states(ids: list[int]) -> np.ndarray:
@@ -197,6 +198,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.tell({"error": {"message": "too long"}}, 400 if wrong == REFUSED else 500)
             return
         choice = {"prompt_token_ids": prompt, "token_ids": new}
+        if wrong == NO_CHOICES:
+            self.tell({"choices": None})
+            return
         path = self.server.storage / f"cmpl-{asked['request_id']}.safetensors"
         if wrong == NO_CONNECTOR:
             self.tell({"choices": [choice], "kv_transfer_params": None})
@@ -391,6 +395,7 @@ def test_a_full_disk_ends_the_run_instead_of_each_request(tmp_path):
         (NO_FILE, True, "did not appear"),
         (NOT_WRITTEN, True, "OSError: full"),
         (NO_CONNECTOR, False, "connector"),
+        (NO_CHOICES, True, "no answer as vLLM gives them"),
     ],
 )
 def test_one_request_fails_and_the_others_do_not(tmp_path, storage, first, again, said):
@@ -402,6 +407,21 @@ def test_one_request_fails_and_the_others_do_not(tmp_path, storage, first, again
     assert isinstance(fault, Fault)
     assert (fault.again, said in fault.message) == (again, True), fault.message
     assert isinstance(out["good"], Answer)
+
+
+def test_files_that_killed_clients_left_are_removed_once_they_are_old(tmp_path, storage):
+    """A server writes on for a client that is gone; nobody else knows of these files."""
+    server = FakeServer(storage)
+    old, young, anothers = (storage / n for n in (
+        "cmpl-hs0123abcd-7-0.safetensors", "cmpl-hs0123abcd-8-0.safetensors", "cmpl-5f1e-0.safetensors",
+    ))  # fmt: skip
+    for path in (old, young, anothers):
+        path.write_bytes(b"states")
+    for path in (old, anothers):
+        os.utime(path, (time.time() - 7200,) * 2)
+    driver = started(server, launch(tmp_path, options={"server": server.url}))
+    assert all(isinstance(a, Answer) for a in driver.run([Ask(request=f"r-{i}", prompt=(3, i)) for i in range(3)]))
+    assert sorted(storage.iterdir()) == sorted([young, anothers])
 
 
 def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path, storage):

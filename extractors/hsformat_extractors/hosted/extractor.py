@@ -23,7 +23,14 @@ from hsformat_extractors._preflight import batch_problems, capture_problems, gen
 from hsformat_extractors._stops import end_of_turn_ids, special_ids
 from hsformat_extractors.hosted.child import HostedEngine
 from hsformat_extractors.hosted.flow import Flow, Limits
-from hsformat_extractors.hosted.options import SHARED, EngineOption, Forbidden, Settings, option_problems
+from hsformat_extractors.hosted.options import (
+    SHARED,
+    EngineOption,
+    Forbidden,
+    Settings,
+    option_problems,
+    without_secrets,
+)
 from hsformat_extractors.hosted.preflight import (
     Ends,
     bytes_of_token,
@@ -99,7 +106,7 @@ class HostedExtractor:
         ResolveError
             HS410: nothing.
         """
-        return capture_row(self.name, version, request.target.architecture, settings.profile)
+        return capture_row(self.name, version, request.target.architecture, settings.profile, since=self.minimum)
 
     def further_problems(self, request: ExtractionRequest) -> Iterable[Problem]:
         """Return what else this engine cannot do, before it is started."""
@@ -200,16 +207,16 @@ class HostedExtractor:
         """Return provenance: packages and versions, device, what the engine was started with."""
         loaded = self._require()
         told = loaded.told
-        options = {k: v for k, v in loaded.request.options.items() if k not in ("server", "staging")}
+        options = {k: v for k, v in loaded.request.options.items() if k not in ("server", "staging", "api_key")}
         return {
             "name": self.name,
             "versions": {**told.get("versions", {}), "hsformat": importlib.metadata.version("hsformat")},
             "device": told.get("device"),
             "dtype": loaded.request.target.dtype,
-            "engine": told.get("engine", {}),
+            "engine": without_secrets(told.get("engine", {})),
             "max_tokens": loaded.flow.limits.max_tokens,
             "batch_tokens": loaded.request.batch_tokens,
-            "options": options,
+            "options": without_secrets(options),
             "server": None if loaded.settings.server is None else urlsplit(loaded.settings.server).hostname,
         }
 

@@ -7,6 +7,7 @@ the driver sets itself and those under which states are lost.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from hsformat.engines.profile import EngineProfile, load_profile
 from hsformat.problems import HsError, Problem, problem
 from hsformat_extractors.hosted.staging import MIB
 
-__all__ = ["SHARED", "EngineOption", "Forbidden", "Settings", "at_least", "engine_arguments", "option_problems"]
+__all__ = [
+    "SHARED", "EngineOption", "Forbidden", "Settings", "at_least", "engine_arguments", "option_problems",
+    "request_seconds", "without_secrets",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +65,21 @@ class Forbidden:
     fix: str
 
 
+_TIMEOUT_S, _PATIENCE = 600.0, 0.8
+_LONGEST_S = 1e7
+"""116 days: what waits longer waits for ever, and a socket takes no more than 9.2e9."""
+
+_SECRET = r"(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]token|password|secret)"
+
+
 def at_least(low: int) -> Callable[[str], bool]:
-    """Return whether a text is an integer of at least ``low``."""
-    return lambda text: text.isascii() and text.isdigit() and int(text) >= low
+    """Return whether a text is an integer of at least ``low``, of at most twelve digits."""
+    return lambda text: text.isascii() and text.isdigit() and len(text) <= 12 and int(text) >= low
 
 
 def _seconds(text: str) -> bool:
     try:
-        return 0 < float(text) < float("inf")
+        return 0 < float(text) <= _LONGEST_S
     except ValueError:
         return False
 
@@ -84,8 +95,8 @@ SHARED = (
     EngineOption(name="staging", expected="a folder", valid=bool),
     EngineOption(name="staging_mib", expected="a number of mebibytes, at least 1", valid=at_least(1)),
     EngineOption(name="window", expected="a number of requests, at least 1", valid=at_least(1)),
-    EngineOption(name="timeout", expected="a number of seconds above 0", valid=_seconds),
-    EngineOption(name="start_timeout", expected="a number of seconds above 0", valid=_seconds),
+    EngineOption(name="timeout", expected="a number of seconds above 0, at most 1e7", valid=_seconds),
+    EngineOption(name="start_timeout", expected="a number of seconds above 0, at most 1e7", valid=_seconds),
     EngineOption(name="engine_profile", expected="the file of an engine profile", valid=bool),
     EngineOption(name="server", expected="http://HOST:PORT", valid=lambda v: v.startswith(("http://", "https://"))),
     EngineOption(name="tensor_parallel", expected="a number of devices, at least 1", valid=at_least(1)),
@@ -120,7 +131,7 @@ class Settings:
             staging=Path(options.get("staging", tempfile.gettempdir())),
             staging_bytes=int(options.get("staging_mib", "4096")) * MIB,
             window=int(options.get("window", "256")),
-            timeout=float(options.get("timeout", "600")),
+            timeout=float(options.get("timeout", _TIMEOUT_S)),
             start_timeout=float(options.get("start_timeout", "3600")),
             profile=None if profile is None else load_profile(profile),
             server=options.get("server"),
@@ -156,6 +167,45 @@ def engine_arguments(options: Mapping[str, str]) -> dict[str, Any]:
     """Return further arguments of the engine, by name: what ``engine_args`` holds."""
     arguments: dict[str, Any] = json.loads(options.get("engine_args", "{}"))
     return arguments
+
+
+def request_seconds(options: Mapping[str, str]) -> float:
+    """Return the seconds after which a driver gives up what does not come: before its caller gives up the driver."""
+    return _PATIENCE * float(options.get("timeout", _TIMEOUT_S))
+
+
+def without_secrets(value: Any) -> Any:
+    """Return what an engine was told, as it may be kept beside data: keys, tokens of access and passwords are ``***``.
+
+    Parameters
+    ----------
+    value
+        Text (JSON, or words of a command line), or what JSON holds.
+
+    Examples
+    --------
+    >>> without_secrets({"engine_args": '{"hf_token": "hf_abc", "seed": 1}'})
+    {'engine_args': '{"hf_token": "***", "seed": 1}'}
+    >>> without_secrets("serve model --api-key abc --port 1")
+    'serve model --api-key *** --port 1'
+    """
+    if isinstance(value, Mapping):
+        return {k: "***" if _is_secret(k) and v is not None else without_secrets(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        after = (None, *value)
+        return [
+            "***" if isinstance(b, str) and b.startswith("--") and _is_secret(b) else without_secrets(v)
+            for b, v in zip(after, value, strict=False)
+        ]
+    if not isinstance(value, str):
+        return value
+    if _json_object(value):
+        return json.dumps(without_secrets(json.loads(value)))
+    return re.sub(rf"(--\S*{_SECRET})(=|\s+)\S+", r"\1\2***", value, flags=re.IGNORECASE)
+
+
+def _is_secret(name: str) -> bool:
+    return re.search(rf"{_SECRET}$", name, re.IGNORECASE) is not None
 
 
 def _equal(a: Any, b: Any) -> bool:

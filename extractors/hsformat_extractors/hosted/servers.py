@@ -1,16 +1,22 @@
-"""What the drivers of running servers have in common: whose model it is, and how it is said that one is lost.
+"""What the drivers of running servers have in common: whose model it is, whether it lives, what dead clients left.
 
 May import ``target`` and ``problems`` of hsformat.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 
 from hsformat.problems import HsError, problem
 from hsformat.target import describe
 
-__all__ = ["ServerLost", "check_folder", "check_served_model"]
+__all__ = ["Leftovers", "ServerLost", "check_folder", "check_served_model", "require_health"]
 
 
 class ServerLost(HsError):
@@ -22,6 +28,58 @@ class ServerLost(HsError):
                     fix="look at the server's log and start it again; what is committed stays, and the same command "
                     "goes on from there")
         )  # fmt: skip
+
+
+def require_health(url: str, said: str, *, seconds: float, headers: Mapping[str, str] | None = None) -> None:
+    """Return if the server lives.
+
+    Parameters
+    ----------
+    said
+        What made one ask.
+
+    Raises
+    ------
+    ServerLost
+        ``/health`` does not answer within ``seconds``, or says that the engine is dead.
+    """
+    request = urllib.request.Request(f"{url}/health", headers=dict(headers or {}))
+    try:
+        with urllib.request.urlopen(request, timeout=seconds):
+            return
+    except (OSError, HTTPException) as e:
+        raise ServerLost(url, f"it does not answer any more: {e} (after {said})") from e
+
+
+class Leftovers:
+    """Files that clients which were killed have asked for, and nobody has taken.
+
+    A server writes on when a client is gone. Files of our requests that are older than an hour, and than twice the time
+    for which a client waits, are removed once a session: no live client of the same settings waits for them.
+
+    Parameters
+    ----------
+    pattern
+        Of their names, as :meth:`pathlib.Path.glob` takes it.
+    seconds
+        For which a client waits for a file.
+    """
+
+    def __init__(self, pattern: str, *, seconds: float) -> None:
+        self._pattern, self._age = pattern, max(3600.0, 2 * seconds)
+        self._removing, self._done = threading.Lock(), False
+
+    def remove(self, folder: Path) -> None:
+        """Remove them from a folder, in the first call alone; called from any thread."""
+        with self._removing:
+            if self._done:
+                return
+            self._done = True
+            before = time.time() - self._age
+            for path in folder.glob(self._pattern):
+                with suppress(OSError):  # another user's, or gone in this moment
+                    if path.stat().st_mtime < before:
+                        path.unlink()
 
 
 def check_served_model(told: object, model: str, *, url: str) -> None:

@@ -107,7 +107,8 @@ def plan_captures(version: str, launch: Launch) -> Plan:
     if found := version_found(version):
         raise HsError(found)
     path = launch.options.get("engine_profile")
-    row = capture_row("sglang", version, launch.architecture, None if path is None else load_profile(path))
+    row = capture_row("sglang", version, launch.architecture, None if path is None else load_profile(path),
+                      since=SglangExtractor.minimum)  # fmt: skip
     n = launch.num_layers
     parsed = [(key, *parse_capture_key(key)) for key in launch.captures]
     if problems := list(_impossible(row, n, parsed)):

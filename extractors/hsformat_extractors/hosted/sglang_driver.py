@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hsformat.problems import HsError
+from hsformat_extractors.hosted.options import request_seconds
 from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures
 from hsformat_extractors.hosted.sglang_parts import Incomplete, Parts
 from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
 
-__all__ = ["STALL_S", "Request", "SglangAsker", "SglangDriver", "provenance"]
+__all__ = ["Request", "SglangAsker", "SglangDriver", "provenance"]
 
 _POLL_S = 0.2
-STALL_S = 900.0
-"""An engine that neither answers nor leaves a file for so long is given up; its own watchdog ends it after 300 s."""
 
 
 class SglangAsker(ABC):
@@ -45,6 +45,8 @@ class SglangAsker(ABC):
     _launch: Launch
     _parts: Parts | None = None
     _asked: int = 0
+    _stall_s: float = 0.0
+    """An engine that neither answers nor leaves a file for so long is given up; its own watchdog ends it after 300."""
 
     def run(self, asks: Sequence[Ask]) -> Iterator[Answer | Fault]:
         """See :class:`~hsformat_extractors.hosted.wire.Driver`. New requests are given as answers are taken."""
@@ -59,8 +61,9 @@ class SglangAsker(ABC):
             done, _ = wait(flying, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             if parts.look() or done:
                 moved = time.monotonic()
-            elif time.monotonic() - moved > STALL_S:
-                raise RuntimeError(f"SGLang has done nothing for {STALL_S:g} s, with {len(flying)} requests in hand")
+            elif time.monotonic() - moved > self._stall_s:
+                late = f"nothing came for {self._stall_s:g} s, with {len(flying)} requests in hand"
+                raise self._lost(TimeoutError(late))
             for future in done:
                 request = flying.pop(future)
                 answer = self._finish(request, future)
@@ -73,6 +76,7 @@ class SglangAsker(ABC):
 
     def _prepare(self, launch: Launch, folder: Path) -> None:
         self._launch = launch
+        self._stall_s = request_seconds(launch.options)
         self._parts = Parts(folder, f"hs{secrets.token_hex(4)}", launch.captures)
 
     @property
@@ -85,7 +89,9 @@ class SglangAsker(ABC):
     def _finish(self, request: Request, future: Future[Mapping[str, Any]]) -> Answer | Fault:
         """Return what came of a request that the engine is done with."""
         ask, launch = request.ask, self._launch
-        if isinstance(error := future.exception(), OSError):
+        if isinstance(error := future.exception(), HsError):
+            raise error
+        if isinstance(error, OSError):
             raise self._lost(error) from error
         if error is not None:
             # SGLang raises ValueError for a request that it refuses, too long for one.

@@ -17,15 +17,17 @@ from typing import Any
 
 from hsformat.engines.table import parse_version
 from hsformat.problems import HsError, problem
-from hsformat_extractors.hosted.servers import ServerLost, check_folder, check_served_model
+from hsformat_extractors.hosted.servers import ServerLost, check_folder, check_served_model, require_health
 from hsformat_extractors.hosted.sglang_args import HOOK_FACTORY, version_found
-from hsformat_extractors.hosted.sglang_driver import STALL_S, Request, SglangAsker, provenance
+from hsformat_extractors.hosted.sglang_driver import Request, SglangAsker, provenance
 from hsformat_extractors.hosted.wire import Ask, Fault, Launch
 
 __all__ = ["SglangServerDriver"]
 
 _HEALTH_S = 60.0
 """Seconds in which a server that lives says so: it runs a token for it (http_server.py, health_generate)."""
+_ANSWER_S = 86_400.0
+"""Seconds for one answer, which may wait behind others; a server that does nothing at all is seen before (``run``)."""
 _FLAGS = "start it here with the flags that this prints: python -m hsformat_extractors.hosted.sglang_serve"
 _SEEDED = (
     "start it with an accelerator and the flags that this prints: python -m "
@@ -97,7 +99,7 @@ class SglangServerDriver(SglangAsker):
 
     def _server_info(self) -> Mapping[str, Any]:
         try:
-            info = self._post("/server_info", None)
+            info = self._post("/server_info", None, seconds=_HEALTH_S)
         except (OSError, ValueError, RuntimeError) as e:
             raise HsError(
                 problem("HS410", where=f"server {self._url}", got=str(e), expected="an SGLang server that answers",
@@ -105,7 +107,7 @@ class SglangServerDriver(SglangAsker):
             ) from e  # fmt: skip
         return info
 
-    def _post(self, path: str, body: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    def _post(self, path: str, body: Mapping[str, Any] | None, *, seconds: float = _ANSWER_S) -> Mapping[str, Any]:
         """Ask the server.
 
         Raises
@@ -114,34 +116,28 @@ class SglangServerDriver(SglangAsker):
             It refuses the request, or answers no JSON object.
         RuntimeError
             It could not do it (HTTP 5xx).
+        ServerLost
+            Its engine is dead.
         OSError
-            It cannot be reached, breaks off, does not answer within the time of a request, or says that its engine is
-            dead.
+            It cannot be reached, breaks off, or does not answer.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=STALL_S) as response:
+            with urllib.request.urlopen(request, timeout=seconds) as response:
                 found = json.load(response)
         except urllib.error.HTTPError as e:
             said = f"HTTP {e.code}: {e.read().decode('utf-8', errors='replace')[:300]}"
             if e.code < 500:
                 raise ValueError(said) from e
             if path == "/generate":
-                self._require_health(said)
+                require_health(self._url, said, seconds=_HEALTH_S)
             raise RuntimeError(said) from e
         except HTTPException as e:
             raise ConnectionError(f"the answer breaks off ({type(e).__name__})") from e
         if not isinstance(found, dict):
             raise ValueError(f"no JSON object from {path}")
         return found
-
-    def _require_health(self, said: str) -> None:
-        try:
-            with urllib.request.urlopen(self._url + "/health", timeout=_HEALTH_S):
-                return
-        except (OSError, HTTPException) as e:
-            raise ConnectionError(f"{said}; /health: {e}") from e
 
 
 def _hook_config(info: Mapping[str, Any], launch: Launch, url: str) -> Mapping[str, Any]:

@@ -100,8 +100,8 @@ def space_problems(root: Path, bound: int, longest: int | None) -> Iterator[Prob
         yield problem(
             "HS506", where=f"staging {root}", severity=Severity.ERROR, got=f"{free:,} bytes free",
             expected=f"{bound:,} bytes, the bound of what is staged at once",
-            fix=f"free space, stage elsewhere (--option staging=FOLDER), or less at once (--option staging_mib="
-            f"{max(1, free // MIB // 2)})",
+            fix="free space, or stage elsewhere (--option staging=FOLDER)"
+            + (f", or less at once (--option staging_mib={less})" if (less := free // MIB // 2) else ""),
         )  # fmt: skip
     if longest is not None and longest > bound:
         yield problem(

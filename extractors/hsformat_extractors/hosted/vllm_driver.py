@@ -21,6 +21,7 @@ from typing import Any
 
 from hsformat.problems import HsError, problem
 from hsformat_extractors.hosted.final_norm import final_norm_facts
+from hsformat_extractors.hosted.options import request_seconds
 from hsformat_extractors.hosted.preflight import installed_version
 from hsformat_extractors.hosted.vllm_setup import (
     FAILED,
@@ -35,7 +36,6 @@ from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
 __all__ = ["VllmDriver", "sampling_arguments"]
 
 MAX_NUM_SEQS = 256
-TIMEOUT, PATIENCE = 600.0, 0.8
 """Seconds without any progress, and the share of them after which a driver itself gives up a request."""
 _PAUSE = 0.002
 """Seconds between two looks for files when the engine has nothing to do."""
@@ -47,7 +47,7 @@ class VllmDriver:
     def __init__(self) -> None:
         self._launch: Launch | None = None
         self._llm: Any = None
-        self._timeout = TIMEOUT
+        self._timeout = 0.0
 
     def start(self, launch: Launch) -> Mapping[str, Any]:
         """Load the target.
@@ -72,7 +72,7 @@ class VllmDriver:
         arguments["speculative_config"] = speculation(slots)
         facts = final_norm_facts(launch.model) if slots.normed else None
         arguments["kv_transfer_config"] = transfer(slots, storage=launch.staging, final_norm=facts)
-        self._timeout = PATIENCE * float(launch.options.get("timeout", TIMEOUT))
+        self._timeout = request_seconds(launch.options)
         on_cpu = _prepare()
         if on_cpu:
             arguments.setdefault("enforce_eager", True)  # nothing is gained there, and compiling takes minutes

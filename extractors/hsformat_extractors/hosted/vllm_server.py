@@ -29,8 +29,9 @@ from hsformat.maintain.finalnorm import FinalNormWeights
 from hsformat.problems import ForeignFileError, HsError, problem
 from hsformat.target.checkpoint import TensorInfo, read_header, read_integers, read_tensor
 from hsformat_extractors.hosted.final_norm import after, final_norm_facts, load_weights
-from hsformat_extractors.hosted.servers import ServerLost, check_folder, check_served_model
-from hsformat_extractors.hosted.vllm_driver import PATIENCE, TIMEOUT, sampling_arguments
+from hsformat_extractors.hosted.options import request_seconds
+from hsformat_extractors.hosted.servers import Leftovers, check_folder, check_served_model, require_health
+from hsformat_extractors.hosted.vllm_driver import sampling_arguments
 from hsformat_extractors.hosted.vllm_setup import FAILED, Slots, not_written, wanted_slots
 from hsformat_extractors.hosted.wire import TOKENS, Answer, Ask, Fault, Launch
 
@@ -41,6 +42,8 @@ _LOOK = 0.005
 """Seconds between two looks for a file."""
 _HEALTH = 10.0
 """Seconds in which a server that lives says so."""
+_NAMES = "*hs????????-*.safetensors*"
+"""Of the files of our requests: the server makes a file's name of the request's id (``hosted.flow``)."""
 _FOLDER_S = 30.0
 """Seconds in which a folder that the server has made is seen here."""
 _STOCK = "hidden_states"
@@ -66,6 +69,7 @@ class _Session:
     storage: Path | None
     slots: Slots
     norm: FinalNormWeights | None
+    leftovers: Leftovers
 
 
 class VllmServerDriver:
@@ -94,7 +98,7 @@ class VllmServerDriver:
         server = _Server(
             url=options["server"].rstrip("/").removesuffix("/v1"),
             headers={"Content-Type": "application/json", **_authorization(options)},
-            timeout=PATIENCE * float(options.get("timeout", TIMEOUT)),
+            timeout=request_seconds(options),
         )
         storage = Path(options["storage"]) if "storage" in options else None
         if storage is not None:
@@ -110,8 +114,9 @@ class VllmServerDriver:
         )
         norm = load_weights(launch.model, final_norm_facts(launch.model)) if slots.normed else None
         self._session = _Session(
-            launch=launch, server=server, model=str(card["id"]), storage=storage, slots=slots, norm=norm
-        )
+            launch=launch, server=server, model=str(card["id"]), storage=storage, slots=slots, norm=norm,
+            leftovers=Leftovers(_NAMES, seconds=server.timeout),
+        )  # fmt: skip
         self._pool = ThreadPoolExecutor(int(options.get("concurrency", CONCURRENCY)), thread_name_prefix="vllm-server")
         longest = int(card["max_model_len"])
         return {
@@ -203,19 +208,21 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
     }
     try:
         told = _call(server, "/v1/completions", body, timeout=server.timeout)
-        choice = told["choices"][0]
+        choice = (told["choices"] or [None])[0]
         prompt, new = (tuple(int(i) for i in choice[key]) for key in ("prompt_token_ids", "token_ids"))
-        path = Path(told["kv_transfer_params"]["hidden_states_path"])
+        path = Path((told["kv_transfer_params"] or {})["hidden_states_path"])
     except urllib.error.HTTPError as e:
         message = f"HTTP {e.code}: {e.read(2000).decode('utf-8', 'replace')}"
         if e.code >= 500:
-            _require_health(server, RuntimeError(message))
+            _require_health(server, message)
         return Fault(request=ask.request, message=message, again=e.code >= 500)
-    except (KeyError, IndexError, TypeError) as e:
+    except KeyError as e:
         message = f"the server's answer lacks {e}: it was not started with a connector for hidden states"
         return Fault(request=ask.request, message=message)
+    except TypeError as e:
+        return Fault(request=ask.request, message=f"no answer as vLLM gives them: {e}", again=True)
     except (OSError, ValueError) as e:  # refused, reset, timed out, no JSON
-        _require_health(server, e)
+        _require_health(server, f"{type(e).__name__}: {e}")
         return Fault(request=ask.request, message=f"{type(e).__name__}: {e}", again=True)
     answers = launch.max_new_tokens > 0
     answer = Answer(
@@ -230,6 +237,7 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
 def _collect(session: _Session, answer: Answer, path: Path) -> Answer | Fault:
     """Wait for a file of the server, and take it into the staging folder in the wire's form."""
     launch, seconds, request = session.launch, session.server.timeout, answer.request
+    session.leftovers.remove(path.parent)
     began = time.monotonic()
     deadline = began + seconds
     failed, lock = path.with_name(path.name + FAILED), path.with_name(path.name + ".lock")
@@ -240,7 +248,7 @@ def _collect(session: _Session, answer: Answer, path: Path) -> Answer | Fault:
             check_folder(path.parent, url=session.server.url, option="storage")
         if time.monotonic() > deadline:
             message = f"{path} did not appear in {seconds:.0f} s: is it a folder that both machines see?"
-            _require_health(session.server, TimeoutError(message))
+            _require_health(session.server, message)
             return Fault(request=request, message=message, again=True)
         time.sleep(_LOOK)
     wanted = Path(launch.staging) / answer.file
@@ -308,20 +316,8 @@ def _call(server: _Server, path: str, body: Mapping[str, Any] | None = None, *, 
     return told
 
 
-def _require_health(server: _Server, cause: Exception) -> None:
-    """Return if the server lives.
-
-    Raises
-    ------
-    ServerLost
-        ``/health`` does not answer, or says that the engine is dead.
-    """
-    request = urllib.request.Request(server.url + "/health", headers=dict(server.headers))
-    try:
-        with urllib.request.urlopen(request, timeout=_HEALTH):
-            return
-    except (OSError, HTTPException) as e:
-        raise ServerLost(server.url, f"it does not answer any more: {e} (after {cause})") from e
+def _require_health(server: _Server, said: str) -> None:
+    require_health(server.url, said, seconds=_HEALTH, headers=server.headers)
 
 
 def _free(lock: Path) -> bool:
