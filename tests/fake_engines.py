@@ -223,6 +223,27 @@ class ForkedAndKilled(Forked):
         return None
 
 
+class ForkedSglang(Forked, Sglang):
+    """Fails for depth N; leaves a process behind, which must not be there for the next job."""
+
+    def prepare(self) -> bool:
+        with open(os.environ["FAKE_LOG_FILE"], "a") as f:
+            f.write("prepared\n")
+        return super().prepare()
+
+    def features(self, job: Job) -> np.ndarray | None:
+        log = Path(os.environ["FAKE_LOG_FILE"])
+        before = [line for line in log.read_text().split() if line.isdigit()]
+        if before and Path(f"/proc/{before[-1]}").exists() and "Z" not in Path(f"/proc/{before[-1]}/stat").read_text():
+            raise RuntimeError("the process of the job before is still there")
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        with log.open("a") as f:
+            f.write(f"{pid}\n")
+        return super().features(job)
+
+
 class ForkedAndDead(Forked):
     """Its fork ends with an exit code."""
 

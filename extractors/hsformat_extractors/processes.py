@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["EngineProcess", "one_line", "raised"]
+__all__ = ["EngineProcess", "how_ended", "one_line", "raised"]
 
 LAST_LINES = 12
 _TAIL_BYTES = 64 * 1024
@@ -63,11 +63,11 @@ class EngineProcess:
         It is not waited for, so that its number, which is that of its group, is not given away before :meth:`end`.
         """
         if self.popen.returncode is not None:
-            return _words(self.popen.returncode)
+            return how_ended(self.popen.returncode)
         found = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if found is None:
             return None
-        return _words(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+        return how_ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
 
     def last_lines(self, since: int | None = None, *, count: int = LAST_LINES) -> tuple[str, ...]:
         """Return the end of what was printed since the process was started, or since :meth:`logged` was ``since``."""
@@ -124,7 +124,8 @@ def one_line(text: str, limit: int = 300) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def _words(code: int) -> str:
+def how_ended(code: int) -> str:
+    """Return an exit code, or less than 0 the number of a signal, in words."""
     if code >= 0:
         return f"exit code {code}"
     try:

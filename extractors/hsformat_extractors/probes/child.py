@@ -87,9 +87,12 @@ class EngineChild:
                 self.close()
                 return _nothing(f"no answer within {self._seconds:g} s", process.last_lines(began))
             time.sleep(_POLL_S)
-        error = json.loads((out / ANSWER).read_text("utf-8"))["error"]
-        if error is not None:
-            self.close()  # what an engine leaves in its process when it fails is not known: the next one has another
+        told = json.loads((out / ANSWER).read_text("utf-8"))
+        if (how := told["died"]) is not None:
+            return _nothing(f"the engine died ({how})", process.last_lines(began))
+        if (error := told["error"]) is not None:
+            if not told["forked"]:
+                self.close()  # what an engine that fails leaves in its process is not known: the next has another
             return Answer(features_TW=None, logits=(), outcome=one_line(error), last_lines=process.last_lines(began))
         features = out / FEATURES
         logits = sorted(out.glob(LOGITS.format("*")), key=lambda p: int(p.stem.rpartition("-")[2]))

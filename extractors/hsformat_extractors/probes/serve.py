@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,10 +21,16 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from hsformat_extractors.processes import how_ended
+
 __all__ = ["ANSWER", "FEATURES", "LOGITS", "Driver", "Forking", "Job", "job_of", "write_array"]
 
 ANSWER, FEATURES, LOGITS = "answer.json", "features.npy", "logits-{}.npy"
-"""Files of a job's folder: the answer, written last; the input of ``fc``, [T, K * H]; logits, [n, V], by number."""
+"""Files of a job's folder: the answer, written last; the input of ``fc``, [T, K * H]; logits, [n, V], by number.
+
+The answer is JSON: ``error``, what the engine raised, ``died``, how the process ended that served the job (null: it did
+not), and ``forked``, whether that was one of its own, so that this one is as it was.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +91,14 @@ def write_array(path: Path, array: npt.NDArray[Any]) -> None:
     part.replace(path)
 
 
-def _serve(driver: Driver, job: Job) -> dict[str, Any]:
+def _serve(driver: Driver, job: Job) -> str | None:
+    """Serve a job; return what was raised."""
     try:
         driver.serve(job)
     except Exception as e:  # whatever an engine raises is what came of the trial
         traceback.print_exc()
-        return {"error": f"{type(e).__name__}: {e}"}
-    return {"error": None}
+        return f"{type(e).__name__}: {e}"
+    return None
 
 
 def job_of(data: Mapping[str, Any]) -> Job:
@@ -98,27 +106,42 @@ def job_of(data: Mapping[str, Any]) -> Job:
     return Job(**{**data, "prompt": tuple(data["prompt"]), "vocabularies": tuple(data["vocabularies"])})
 
 
-def _answer(driver: Driver, job: Job) -> None:
+def _tell(job: Job, *, error: str | None = None, died: str | None = None, forked: bool) -> None:
     answer = Path(job.out) / ANSWER
     part = answer.with_suffix(".part")
-    part.write_text(json.dumps(_serve(driver, job)), encoding="utf-8")
+    part.write_text(json.dumps({"error": error, "died": died, "forked": forked}), encoding="utf-8")
     part.replace(answer)
 
 
+def _answer(driver: Driver, job: Job) -> None:
+    _tell(job, error=_serve(driver, job), forked=False)
+
+
 def _in_a_fork(driver: Driver, job: Job) -> None:
-    """Serve a job in a fork; what kills it kills this process."""
+    """Serve a job in a fork, and end what it started: this process is as before, whatever an engine does to its own."""
     sys.stdout.flush()
+    raised = Path(job.out) / "raised.json"
     pid = os.fork()
     if pid == 0:
-        _answer(driver, job)
+        raised.write_text(json.dumps(_serve(driver, job)), encoding="utf-8")
         sys.stdout.flush()
         os._exit(0)
     _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        os.kill(os.getpid(), os.WTERMSIG(status))
-        signal.pause()  # until it arrives
-    if code := os.WEXITSTATUS(status):
-        os._exit(code)
+    _end_group()
+    if code := os.waitstatus_to_exitcode(status):
+        _tell(job, died=how_ended(code), forked=True)
+    else:
+        _tell(job, error=json.loads(raised.read_text("utf-8")), forked=True)
+
+
+def _end_group() -> None:
+    """Kill all other processes of this one's group, as far as the system lists them."""
+    if os.getpgrp() != os.getpid():
+        return  # the group is of whoever started this by hand
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone in this moment
+            if int(entry.name) != os.getpid() and os.getpgid(int(entry.name)) == os.getpid():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from typing import Any, ClassVar
 
 from hsformat_extractors.probes.probe import Probe
@@ -40,7 +41,20 @@ class VllmProbe(Probe):
 
 
 class VllmDriver:
-    """Serves drafts in this process. See :class:`~hsformat_extractors.probes.serve.Driver`."""
+    """Serves drafts in this process, or in forks of it. See :class:`~hsformat_extractors.probes.serve.Forking`."""
+
+    def prepare(self) -> bool:
+        """Import, where there is no GPU, what all jobs need (16 s of CPU time), and let it be forked.
+
+        An engine that fails then takes nothing with it. CUDA does not survive a fork.
+        """
+        import torch
+
+        if torch.cuda.is_available():
+            return False
+        for name in ("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
+            importlib.import_module(name)
+        return True
 
     def serve(self, job: Job) -> None:
         """Generate three tokens with the draft, while the modules of this process are watched."""
