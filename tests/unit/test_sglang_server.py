@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -114,6 +116,17 @@ def test_states_come_from_the_folder_of_its_hook(server, tmp_path):
     driver.stop()
     driver.stop()
     assert [p.name for p in (tmp_path / "hook").iterdir()] == ["hsffffffff-1.aa.000000001.0.2.part"]
+
+
+def test_files_that_killed_clients_left_are_removed_once_they_are_old(server, tmp_path):
+    hook, young = tmp_path / "hook", "hseeeeeeee-2.aa.000000003.0.2.part"
+    old = ("hseeeeeeee-1.aa.000000001.0.2.part", "hseeeeeeee.aa.000000002.step", "hsformat-notes.txt")
+    for name in (*old, young):
+        (hook / name).touch()
+    for name in old:
+        os.utime(hook / name, (time.time() - 86_400,) * 2)
+    start(server, tmp_path)[0].stop()
+    assert sorted(p.name for p in hook.iterdir()) == [young, "hsformat-notes.txt"]
 
 
 def test_a_subset_of_its_captures_and_answers(server, tmp_path):

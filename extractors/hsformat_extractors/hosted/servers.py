@@ -54,19 +54,18 @@ def require_health(url: str, said: str, *, seconds: float, headers: Mapping[str,
 class Leftovers:
     """Files that clients which were killed have asked for, and nobody has taken.
 
-    A server writes on when a client is gone. Files of our requests that are older than an hour, and than twice the time
-    for which a client waits, are removed once a session: no live client of the same settings waits for them.
+    A server writes on when a client is gone. Files of our requests that are old enough are removed once a session.
 
     Parameters
     ----------
     pattern
         Of their names, as :meth:`pathlib.Path.glob` takes it.
-    seconds
-        For which a client waits for a file.
+    age
+        Seconds after which no live client waits for a file.
     """
 
-    def __init__(self, pattern: str, *, seconds: float) -> None:
-        self._pattern, self._age = pattern, max(3600.0, 2 * seconds)
+    def __init__(self, pattern: str, *, age: float) -> None:
+        self._pattern, self._age = pattern, age
         self._removing, self._done = threading.Lock(), False
 
     def remove(self, folder: Path) -> None:

@@ -17,7 +17,14 @@ from typing import Any
 
 from hsformat.engines.table import parse_version
 from hsformat.problems import HsError, problem
-from hsformat_extractors.hosted.servers import ServerLost, check_folder, check_served_model, require_health
+from hsformat_extractors.hosted.options import request_seconds
+from hsformat_extractors.hosted.servers import (
+    Leftovers,
+    ServerLost,
+    check_folder,
+    check_served_model,
+    require_health,
+)
 from hsformat_extractors.hosted.sglang_args import HOOK_FACTORY, version_found
 from hsformat_extractors.hosted.sglang_driver import Request, SglangAsker, provenance
 from hsformat_extractors.hosted.wire import Ask, Fault, Launch
@@ -28,6 +35,10 @@ _HEALTH_S = 60.0
 """Seconds in which a server that lives says so: it runs a token for it (http_server.py, health_generate)."""
 _ANSWER_S = 86_400.0
 """Seconds for one answer, which may wait behind others; a server that does nothing at all is seen before (``run``)."""
+_NAMES = f"hs{8 * '[0-9a-f]'}[-.]*"
+"""Of the hook's files for our requests (``sglang_hook``)."""
+_OLD_S = 21_600.0
+"""The first pieces of a long answer wait for its end."""
 _FLAGS = "start it here with the flags that this prints: python -m hsformat_extractors.hosted.sglang_serve"
 _SEEDED = (
     "start it with an accelerator and the flags that this prints: python -m "
@@ -58,8 +69,10 @@ class SglangServerDriver(SglangAsker):
         info = self._server_info()
         config = _hook_config(info, launch, self._url)
         check_served_model(info.get("model_path"), launch.model, url=self._url)
-        check_folder(Path(config["staging"]), url=self._url, option=None)
-        self._prepare(launch, Path(config["staging"]))
+        folder = Path(config["staging"])
+        check_folder(folder, url=self._url, option=None)
+        Leftovers(_NAMES, age=max(_OLD_S, 2 * request_seconds(launch.options))).remove(folder)
+        self._prepare(launch, folder)
         self._pool = ThreadPoolExecutor(max_workers=self.in_flight, thread_name_prefix="sglang")
         try:
             self._try_hook(launch)

@@ -42,8 +42,10 @@ _LOOK = 0.005
 """Seconds between two looks for a file."""
 _HEALTH = 10.0
 """Seconds in which a server that lives says so."""
-_NAMES = "*hs????????-*.safetensors*"
+_NAMES = f"*hs{8 * '[0-9a-f]'}-*.safetensors*"
 """Of the files of our requests: the server makes a file's name of the request's id (``hosted.flow``)."""
+_OLD_S = 3600.0
+"""A file is whole when it is there, and taken at once."""
 _FOLDER_S = 30.0
 """Seconds in which a folder that the server has made is seen here."""
 _STOCK = "hidden_states"
@@ -115,7 +117,7 @@ class VllmServerDriver:
         norm = load_weights(launch.model, final_norm_facts(launch.model)) if slots.normed else None
         self._session = _Session(
             launch=launch, server=server, model=str(card["id"]), storage=storage, slots=slots, norm=norm,
-            leftovers=Leftovers(_NAMES, seconds=server.timeout),
+            leftovers=Leftovers(_NAMES, age=max(_OLD_S, 2 * server.timeout)),
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(int(options.get("concurrency", CONCURRENCY)), thread_name_prefix="vllm-server")
         longest = int(card["max_model_len"])
