@@ -232,20 +232,27 @@ def command_of(name: str, args: argparse.Namespace, precision: str, data: Path, 
         return [sys.executable, __file__, "--child", found, *flags]
     attention = args.peer_attention or {"bf16": "eager", "fp32": "sdpa"}[precision]
     options = {
-        "speculator-type": "eagle3", "verifier-name-or-path": args.target, "data-path": data, "epochs": 1000,
-        "hidden-states-path": data / "hidden_states", "total-seq-len": args.tokens,
-        "draft-vocab-size": args.draft_vocab,
-        "hidden-states-dtype": {"bf16": "bfloat16", "fp32": "float32"}[precision], "train-data-ratio": 0.98,
-        "ttt-steps": args.k, "ttt-step-loss-decay": 1.0, "loss-fn": "kl_div", "loss-implementation": "eager",
-        "draft-attn-impl": attention, "num-workers": 0, "optimizer": "adamw", "lr": 1e-3, "weight-decay": 0.01,
-        "scheduler-type": "linear", "scheduler-warmup-steps": 0, "scheduler-total-steps": 10_000, "log-freq": 10,
-        "on-missing": "raise", "full-attention-indices": 0, "mask-token-id": 0, "save-path": data / "checkpoints",
+        "epochs": 1000, "total-seq-len": args.tokens, "draft-vocab-size": args.draft_vocab, "train-data-ratio": 0.98,
+        "hidden-states-dtype": {"bf16": "bfloat16", "fp32": "float32"}[precision], "draft-attn-impl": attention,
+        "ttt-steps": args.k, "ttt-step-loss-decay": 1.0, "weight-decay": 0.01, "scheduler-warmup-steps": 0,
+        "scheduler-total-steps": 10_000, "log-freq": 10,
     }  # fmt: skip
-    flags = [str(x) for k, v in options.items() for x in (f"--{k}", v)]
-    flags += ["--no-norm-before-residual", "--no-norm-before-fc", "--no-norm-output", "--no-resume-from-checkpoint"]
-    flags += ["--target-layer-ids", *layers]
+    flags = peer_flags(args.target, data, layers, options)
     driver = [args.peer_python, str(HERE / "speculators_on_cpu.py"), "train"]
     return [*driver, found, str(args.warmup), str(args.steps), "--", *flags]
+
+
+def peer_flags(target: Path | str, data: Path, layers: list[str], options: dict[str, object]) -> list[str]:
+    """Return the arguments of ``speculators train`` on a CPU, on data that :func:`export` wrote."""
+    common = {
+        "speculator-type": "eagle3", "verifier-name-or-path": target, "data-path": data,
+        "hidden-states-path": data / "hidden_states", "loss-fn": "kl_div", "loss-implementation": "eager",
+        "num-workers": 0, "optimizer": "adamw", "lr": 1e-3, "scheduler-type": "linear", "on-missing": "raise",
+        "full-attention-indices": 0, "mask-token-id": 0, "save-path": data / "checkpoints",
+    }  # fmt: skip
+    flags = [str(x) for k, v in {**common, **options}.items() for x in (f"--{k}", v)]
+    flags += ["--no-norm-before-residual", "--no-norm-before-fc", "--no-norm-output", "--no-resume-from-checkpoint"]
+    return [*flags, "--target-layer-ids", *layers]
 
 
 def measure(name: str, args: argparse.Namespace, precision: str, data: Path, layers: list[str]) -> Found:

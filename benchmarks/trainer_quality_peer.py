@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from trainer_peers import export
+from trainer_peers import export, peer_flags
 
 from hsformat.target import describe
 from hsformat_trainer.config import TrainConfig
@@ -56,16 +56,10 @@ def train(args: argparse.Namespace) -> None:
     layers = export(args.cache / "data.hs.zarr", config_of(args), args.out, str(args.peer_python), without=held_out)
     driver = [str(args.peer_python), str(HERE / "speculators_on_cpu.py")]
     options = {
-        "speculator-type": "eagle3", "verifier-name-or-path": args.target, "data-path": args.out, "epochs": 4,
-        "hidden-states-path": args.out / "hidden_states", "total-seq-len": TOKENS, "draft-vocab-size": VOCABULARY,
-        "hidden-states-dtype": "float32", "train-data-ratio": 0.995, "ttt-steps": K, "loss-fn": "kl_div",
-        "loss-implementation": "eager", "draft-attn-impl": "sdpa", "num-workers": 0, "optimizer": "adamw", "lr": 1e-3,
-        "scheduler-type": "linear", "on-missing": "raise", "full-attention-indices": 0, "mask-token-id": 0,
-        "save-path": args.out / "checkpoints",
+        "epochs": 4, "total-seq-len": TOKENS, "draft-vocab-size": VOCABULARY, "hidden-states-dtype": "float32",
+        "train-data-ratio": 0.995, "ttt-steps": K, "draft-attn-impl": "sdpa",
     }  # fmt: skip
-    flags = [str(x) for k, v in options.items() for x in (f"--{k}", v)]
-    flags += ["--no-norm-before-residual", "--no-norm-before-fc", "--no-norm-output", "--no-resume-from-checkpoint"]
-    flags += ["--target-layer-ids", *layers]
+    flags = peer_flags(args.target, args.out, layers, options)
     began, before = time.monotonic(), os.times()
     command = [*driver, "train", str(args.out / "marks.json"), "0", str(10**9), "--", *flags]
     subprocess.run(command, check=True, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"})
