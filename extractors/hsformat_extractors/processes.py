@@ -21,6 +21,8 @@ __all__ = ["EngineProcess", "how_ended", "one_line", "raised"]
 LAST_LINES = 12
 _TAIL_BYTES = 64 * 1024
 _RAISED = re.compile(r"^(?:.* )?((?:\w+\.)*\w*(?:Error|Exception)\b:?.*)$")
+_HARMLESS = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
+"""What a log says before a line, of an exception that ended nothing."""
 _POLL_S = 0.02
 
 
@@ -113,8 +115,8 @@ class EngineProcess:
 
 
 def raised(lines: Sequence[str]) -> str | None:
-    """Return the last line that names an exception, from its name on."""
-    found = [m[1] for line in lines if (m := _RAISED.match(line))]
+    """Return the last line that names an exception, from its name on; none that a log calls less than an error."""
+    found = [m[1] for line in lines if (m := _RAISED.match(line)) and not _HARMLESS.search(line[: m.start(1)])]
     return found[-1] if found else None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hsformat_extractors.hosted.extractor import HostedExtractor
-from hsformat_extractors.hosted.options import Forbidden
+from hsformat_extractors.hosted.options import API_KEY, EngineOption, Forbidden
 from hsformat_extractors.hosted.preflight import Ends
 
 __all__ = ["SglangExtractor"]
@@ -28,6 +28,7 @@ class SglangExtractor(HostedExtractor):
     )
     driver: ClassVar[str] = "hsformat_extractors.hosted.sglang_driver:SglangDriver"
     server_driver: ClassVar[str | None] = "hsformat_extractors.hosted.sglang_server:SglangServerDriver"
+    options: ClassVar[tuple[EngineOption, ...]] = (API_KEY,)
     beyond: ClassVar[tuple[Ends, ...]] = ("last", "last_normed")
     forbidden: ClassVar[tuple[Forbidden, ...]] = (
         Forbidden(
@@ -68,6 +69,17 @@ class SglangExtractor(HostedExtractor):
             ),
             why="it follows from the command",
             fix="say --model, --dtype, --batch-tokens or --seed",
+        ),
+        Forbidden(
+            names=(
+                "quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile", "torchao_config",
+                "quantization_param_path", "json_model_override_args", "model_override_args", "decrypted_config_file",
+                "model_config_parser", "revision", "load_format", "custom_weight_loader", "model_loader_extra_config",
+                "kv_cache_dtype", "enable_lora", "lora_paths",
+            ),
+            allowed=("auto", None, False),
+            why="another model than the folder describes would be run, under the contract of this one",
+            fix="leave it out; a quantised target is a folder of its own, whose config says so",
         ),
         Forbidden(
             names=("trust_remote_code",), why="code of a model folder is never run", fix="use a model that SGLang knows"

@@ -16,7 +16,7 @@ from typing import ClassVar
 from hsformat.extraction.protocol import ExtractionRequest
 from hsformat.problems import Problem, problem
 from hsformat_extractors.hosted.extractor import HostedExtractor
-from hsformat_extractors.hosted.options import EngineOption, Forbidden, at_least
+from hsformat_extractors.hosted.options import API_KEY, EngineOption, Forbidden, at_least
 
 __all__ = ["VllmExtractor"]
 
@@ -34,8 +34,9 @@ class VllmExtractor(HostedExtractor):
     options: ClassVar[tuple[EngineOption, ...]] = (
         EngineOption(name="storage", expected="a folder, with server", valid=bool),
         EngineOption(name="concurrency", expected="a number of requests, at least 1", valid=at_least(1)),
-        EngineOption(name="api_key", expected="the name of an environment variable", valid=str.isidentifier),
+        API_KEY,
     )
+    for_servers: ClassVar[tuple[str, ...]] = ("storage", "concurrency", "api_key")
     forbidden: ClassVar[tuple[Forbidden, ...]] = (
         Forbidden(
             names=("enable_prefix_caching",),
@@ -43,7 +44,14 @@ class VllmExtractor(HostedExtractor):
             fix="leave it out: prefix caching is off",
         ),
         Forbidden(
-            names=("speculative_config", "speculative_model", "kv_transfer_config"),
+            names=(
+                "speculative_config",
+                "speculative_model",
+                "spec_method",
+                "spec_model",
+                "spec_tokens",
+                "kv_transfer_config",
+            ),
             why="states are taken out by them; a draft beside that would return rows of its own steps",
             fix="leave it out",
         ),
@@ -64,20 +72,38 @@ class VllmExtractor(HostedExtractor):
             fix="say --model, --dtype or --batch-tokens",
         ),
         Forbidden(
+            names=(
+                "quantization",
+                "quantization_config",
+                "hf_overrides",
+                "hf_config_path",
+                "config_format",
+                "model_weights",
+                "model_class_overrides",
+                "revision",
+                "load_format",
+                "model_loader_extra_config",
+                "kv_cache_dtype",
+                "kv_cache_dtype_skip_layers",
+                "kv_sharing_fast_prefill",
+                "disable_sliding_window",
+                "enable_lora",
+                "default_mm_loras",
+            ),
+            allowed=("auto", None, False),
+            why="another model than the folder describes would be run, under the contract of this one",
+            fix="leave it out; a quantised target is a folder of its own, whose config says so",
+        ),
+        Forbidden(
             names=("trust_remote_code",), why="code of a model folder is never run", fix="use a model that vLLM knows"
         ),
     )
 
     def further_problems(self, request: ExtractionRequest) -> Iterator[Problem]:
-        """Refuse replicas in one process, which vLLM's ``LLM`` does not have, and a server's options without one."""
+        """Refuse replicas in one process, which vLLM's ``LLM`` does not have."""
         replicas = request.options.get("data_parallel", "1")
-        server = "server" in request.options
-        if not server and replicas.isdigit() and int(replicas) > 1:
+        if "server" not in request.options and replicas.isdigit() and int(replicas) > 1:
             yield problem("HS410", where="option data_parallel", got=replicas,
                           expected="1: vLLM runs several replicas behind a server alone",
                           fix="start a server of vLLM and give --option server=URL; or run one extraction a replica, "
                           "each with its share of the data")  # fmt: skip
-        for name in ("storage", "concurrency", "api_key"):
-            if name in request.options and not server:
-                yield problem("HS410", where=f"option {name}", got=request.options[name], expected="an option server",
-                              fix="remove it, or give --option server=URL")  # fmt: skip

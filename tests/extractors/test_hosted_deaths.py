@@ -97,6 +97,14 @@ def test_an_engine_that_hangs_is_ended(temporary):
     assert time.monotonic() - started < 20
 
 
+def test_a_long_answer_is_no_engine_that_hangs(temporary):
+    extractor, wanted = toy("WorksOnOneAnswer")(), samples(*range(3, 12))
+    extractor.load(request_for("d4", timeout=2))
+    found = list(extractor.extract(wanted))
+    extractor.close()
+    assert [type(f).__name__ for f in found] == ["Record"] * len(wanted)
+
+
 def test_an_engine_that_does_not_start_in_time_is_ended(temporary):
     extractor, before = toy("NeverStarts")(), children(os.getpid())
     with pytest.raises(HsError) as e:

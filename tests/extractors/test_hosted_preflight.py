@@ -50,6 +50,9 @@ def preflight(engine, *keys, version=None, architecture=None, generation=None, *
 @pytest.mark.parametrize("engine", KNOWN)
 def test_a_request_that_can_be_done_is_not_refused(engine):
     assert preflight(engine, "d2", "d4", "d8") == []
+    assert preflight(engine, "d4", engine_args='{"kv_cache_dtype": "auto", "quantization": null}') == []
+    assert preflight(engine, "d4", server="http://host:1", api_key="KEY") == []
+    assert [p.where for p in preflight(engine, "d4", api_key="KEY")] == ["option api_key"]
     assert preflight(engine, "d2", "d8n", generation=GREEDY, tensor_parallel=8, engine_args='{"x": 1}') == []
 
 
@@ -131,6 +134,11 @@ def test_depths_that_the_engine_cannot_capture_are_refused(engine, architecture,
         ("vllm", {"pipeline_parallel_size": 2}),  # vllm PR#45985
         ("vllm", {"dtype": "half"}),
         ("vllm", {"tp_size": 2}),
+        ("vllm", {"quantization": "fp8"}),  # states of another model than the contract describes
+        ("vllm", {"hf_overrides": {"rope_theta": 20.0}}),
+        ("vllm", {"load_format": "dummy"}),
+        ("sglang", {"quantization": "fp8"}),
+        ("sglang", {"json_model_override_args": "{}"}),
         ("sglang", {"disable_radix_cache": False}),  # sglang#4997, PR#6551
         ("sglang", {"speculative_algorithm": "EAGLE3"}),  # sglang#26163
         ("sglang", {"pp_size": 2}),  # sglang PR#39644
@@ -183,6 +191,11 @@ def test_a_full_disk_offers_no_smaller_bound(tmp_path, monkeypatch):
     ("told", "kept"),
     [
         ({"hf_token": "abc", "max_num_batched_tokens": 5}, {"hf_token": "***", "max_num_batched_tokens": 5}),
+        (
+            {"token": "abc", "aws_secret_access_key": "abc", "secret_key": "abc"},
+            dict.fromkeys(("token", "aws_secret_access_key", "secret_key"), "***"),
+        ),
+        ("serve m --api-key 'a b' --tokenizer t", "serve m --api-key *** --tokenizer t"),
         ({"a": [{"api_key": "abc"}], "api_key": None}, {"a": [{"api_key": "***"}], "api_key": None}),
         ('{"ssl_keyfile_password": "abc"}', '{"ssl_keyfile_password": "***"}'),
         ("serve m --api-key=abc --hf-token abc -x", "serve m --api-key=*** --hf-token *** -x"),

@@ -10,6 +10,8 @@ import time
 
 from toy_llama import Honest
 
+from hsformat_extractors.hosted.beat import Beat
+
 
 class Dies(Honest):
     """Ends in the middle of the first window after the proof, after five answers."""
@@ -38,6 +40,19 @@ class Exits(Dies):
 class Hangs(Dies):
     def end(self):
         time.sleep(600)
+
+
+class WorksOnOneAnswer(Dies):
+    """Longer than anything may be silent, and says that it gets on."""
+
+    def __init__(self):
+        super().__init__()
+        self.beat = Beat()
+
+    def end(self):
+        for _ in range(40):
+            time.sleep(0.1)
+            self.beat()
 
 
 class NoSpace(Dies):

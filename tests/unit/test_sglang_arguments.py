@@ -125,6 +125,7 @@ class Asker(SglangAsker):
     """An engine that answers at once, with what a test says, and leaves the files that it says."""
 
     def __init__(self, folder, respond, launch=LAUNCH, **options):
+        super().__init__()
         self._prepare(replace(launch, staging=str(folder), options=options), folder)
         self.respond = respond
 

@@ -131,6 +131,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.storage, self.stock, self.version, self.told = storage, stock, version, told
         self.root, self.healthy = str(TINY), True
+        self.key: str | None = None
         self.seen: list[dict[str, Any]] = []
         self.busy = self.most = 0
         self.counting = threading.Lock()
@@ -167,6 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
+        if self.server.key is not None and self.headers.get("Authorization") != f"Bearer {self.server.key}":
+            self.tell({"error": "Unauthorized"}, 401)
+            return
         models = {"data": [{"id": "tiny", "root": self.server.root, "max_model_len": 128}]}
         if self.path == "/health" and not self.server.healthy:
             self.tell({"error": "EngineDeadError"}, 503)
@@ -293,9 +297,8 @@ def test_a_stock_server_gives_the_state_after_the_norm_as_well(tmp_path, storage
 )
 def test_a_server_that_captures_other_layers_is_found_out(tmp_path, storage, captures, stock, said):
     server = FakeServer(storage, stock=stock)
-    driver = started(server, launch(tmp_path, *captures, options={"server": server.url}))
     with pytest.raises(HsError) as e:
-        list(driver.run([Ask(request=f"r{i}", prompt=(3, 4)) for i in range(3)]))
+        started(server, launch(tmp_path, *captures, options={"server": server.url}))
     (p,) = e.value.problems
     assert (p.code, p.where) == ("HS410", f"server {server.url}: captures")
     assert p.got.startswith(said)
@@ -351,6 +354,39 @@ def test_a_folder_that_is_not_there_is_told(tmp_path, storage, named):
         list(started(server, launch(tmp_path, options=options)).run([Ask(request="r", prompt=(3,))]))
     (p,) = e.value.problems
     assert (p.code, p.where) == ("HS410", f"server {server.url}: folder of its states")
+
+
+def test_a_folder_to_which_no_file_comes_is_told_after_one_request(tmp_path, storage):
+    """It is there, and is not the server's: at the default, hours of requests would have waited for files."""
+    (tmp_path / "other").mkdir()
+    server = FakeServer(storage)
+    with pytest.raises(HsError) as e:
+        started(
+            server, launch(tmp_path, options={"server": server.url, "storage": str(tmp_path / "other"), "timeout": "1"})
+        )
+    (p,) = e.value.problems
+    assert (p.code, "storage=" in p.fix, len(server.seen)) == ("HS410", True, 1)
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_a_server_that_wants_a_key_says_so(tmp_path, storage, monkeypatch, key):
+    server = FakeServer(storage)
+    server.key = "right"
+    monkeypatch.setenv("OUR_KEY", str(key))
+    with pytest.raises(HsError) as e:
+        started(server, launch(tmp_path, options={"server": server.url} | ({"api_key": "OUR_KEY"} if key else {})))
+    (p,) = e.value.problems
+    assert (p.code, "api_key" in p.fix) == ("HS410", True)
+
+
+def test_what_a_session_gave_up_goes_with_it(tmp_path, storage):
+    server = FakeServer(storage)
+    driver = started(server, launch(tmp_path, options={"server": server.url}))
+    assert all(isinstance(a, Answer) for a in driver.run([Ask(request="hs0123abcd-1", prompt=(3, 4))]))
+    (storage / "cmpl-hs0123abcd-2-0.safetensors").touch()  # came too late
+    (storage / "cmpl-hs4567abcd-2-0.safetensors").touch()  # another session's
+    driver.stop()
+    assert [p.name for p in storage.iterdir()] == ["cmpl-hs4567abcd-2-0.safetensors"]
 
 
 def test_a_broken_file_is_asked_for_again(tmp_path, storage):

@@ -141,6 +141,8 @@ class HostedEngine:
         until = time.monotonic() + seconds
         while True:
             if (message := self._next()) is not None:
+                if message.get("kind") == "alive":
+                    continue  # that it came has moved the limit of time
                 if message.get("kind") == "failed":
                     raise self._of_driver(message)
                 return message

@@ -79,6 +79,8 @@ class HostedExtractor:
     """Whether the driver makes depth N after the final norm from the one before it."""
     options: ClassVar[tuple[EngineOption, ...]] = ()
     """Options of this engine beside the shared ones."""
+    for_servers: ClassVar[tuple[str, ...]] = ("api_key",)
+    """Names of options that mean something beside ``server`` alone."""
     forbidden: ClassVar[tuple[Forbidden, ...]] = ()
     """Arguments that ``engine_args`` must not hold."""
     can_generate: ClassVar[bool] = True
@@ -124,6 +126,13 @@ class HostedExtractor:
         if request.generation.mode != "none":
             out += self._generation(request)
         out += self.further_problems(request)
+        if "server" not in request.options:
+            out += [
+                problem("HS410", where=f"option {name}", got=request.options[name], expected="an option server",
+                        fix="remove it, or give --option server=URL")
+                for name in self.for_servers
+                if name in request.options
+            ]  # fmt: skip
         if settings is None:
             return out
         out += space_problems(settings.staging, settings.staging_bytes, longest_bytes(request))

@@ -7,7 +7,7 @@ process ends with its stdin: at once, with everything that it started, if the en
 
 In: ``{"kind": "start", "launch": {...}}``, ``{"kind": "run", "window": 3, "asks": [...]}``, ``{"kind": "skip"}``: what
 is not begun is not run. Out: ``started``, ``answer``, ``fault``, ``done`` (a window), ``skipped`` (windows),
-``failed`` (the driver raised; the process ends).
+``alive`` (there is progress), ``failed`` (the driver raised; the process ends).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from hsformat.problems import HsError
+from hsformat_extractors.hosted.beat import Beating
 from hsformat_extractors.hosted.wire import Answer, Ask, Driver, Launch
 
 __all__ = ["main"]
@@ -55,6 +56,8 @@ class _Host:
         self._driver, self._asks, self._answers = driver, asks, answers
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._busy = self._gone = False
+        if isinstance(driver, Beating):
+            driver.beat.passed_to(lambda: answers.tell("alive"))
 
     def serve(self) -> None:
         """Serve until stdin ends."""

@@ -19,7 +19,7 @@ from hsformat.problems import HsError, Problem, problem
 from hsformat_extractors.hosted.staging import MIB
 
 __all__ = [
-    "SHARED", "EngineOption", "Forbidden", "Settings", "at_least", "engine_arguments", "option_problems",
+    "API_KEY", "SHARED", "EngineOption", "Forbidden", "Settings", "at_least", "engine_arguments", "option_problems",
     "request_seconds", "without_secrets",
 ]  # fmt: skip
 
@@ -65,11 +65,11 @@ class Forbidden:
     fix: str
 
 
-_TIMEOUT_S, _PATIENCE = 600.0, 0.8
+_TIMEOUT_S, _PATIENCE, _TOKENS = 600.0, 0.8, 512
 _LONGEST_S = 1e7
 """116 days: what waits longer waits for ever, and a socket takes no more than 9.2e9."""
 
-_SECRET = r"(?:api[_-]?key|(?:hf|auth|access|bearer)[_-]token|password|secret)"
+_SECRET = r"(?:(?<![a-z0-9])(?:api)?(?:key|token)|password|passwd|secret|credentials?)"
 
 
 def at_least(low: int) -> Callable[[str], bool]:
@@ -103,6 +103,10 @@ SHARED = (
     EngineOption(name="data_parallel", expected="a number of replicas, at least 1", valid=at_least(1)),
     EngineOption(name="engine_args", expected="arguments of the engine as a JSON object", valid=_json_object),
 )
+
+
+API_KEY = EngineOption(name="api_key", expected="the name of an environment variable", valid=str.isidentifier)
+"""Of engines whose servers may ask for a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +173,15 @@ def engine_arguments(options: Mapping[str, str]) -> dict[str, Any]:
     return arguments
 
 
-def request_seconds(options: Mapping[str, str]) -> float:
-    """Return the seconds after which a driver gives up what does not come: before its caller gives up the driver."""
-    return _PATIENCE * float(options.get("timeout", _TIMEOUT_S))
+def request_seconds(options: Mapping[str, str], *, max_new_tokens: int = 0) -> float:
+    """Return the seconds after which a driver gives up what does not come: before its caller gives up the driver.
+
+    Parameters
+    ----------
+    max_new_tokens
+        Where nothing is seen of an answer before its end, as many times more for each 512 tokens of it.
+    """
+    return _PATIENCE * float(options.get("timeout", _TIMEOUT_S)) * (1 + max_new_tokens // _TOKENS)
 
 
 def without_secrets(value: Any) -> Any:
@@ -201,7 +211,8 @@ def without_secrets(value: Any) -> Any:
         return value
     if _json_object(value):
         return json.dumps(without_secrets(json.loads(value)))
-    return re.sub(rf"(--\S*{_SECRET})(=|\s+)\S+", r"\1\2***", value, flags=re.IGNORECASE)
+    words = rf"(--[\w-]*{_SECRET})(=|\s+)('[^']*'|\"[^\"]*\"|\S+)"
+    return re.sub(words, r"\1\2***", value, flags=re.IGNORECASE)
 
 
 def _is_secret(name: str) -> bool:

@@ -5,8 +5,10 @@ May import ``target`` and ``problems`` of hsformat.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,7 +18,10 @@ from pathlib import Path
 from hsformat.problems import HsError, problem
 from hsformat.target import describe
 
-__all__ = ["Leftovers", "ServerLost", "check_folder", "check_served_model", "require_health"]
+__all__ = [
+    "Leftovers", "ServerLost", "authorization", "check_folder", "check_served_model", "how_to_authorize",
+    "require_health",
+]  # fmt: skip
 
 
 class ServerLost(HsError):
@@ -28,6 +33,32 @@ class ServerLost(HsError):
                     fix="look at the server's log and start it again; what is committed stays, and the same command "
                     "goes on from there")
         )  # fmt: skip
+
+
+def authorization(options: Mapping[str, str]) -> dict[str, str]:
+    """Return the header of a server's key, by option ``api_key``: the name of the environment variable that holds it.
+
+    Raises
+    ------
+    HsError
+        HS410: there is no such variable.
+    """
+    name = options.get("api_key")
+    if name is None:
+        return {}
+    if name not in os.environ:
+        raise HsError(
+            problem("HS410", where=f"option api_key: {name}", got="no such environment variable",
+                    expected="the name of a variable that holds the key", fix=f"export {name}=... and run it again")
+        )  # fmt: skip
+    return {"Authorization": f"Bearer {os.environ[name]}"}
+
+
+def how_to_authorize(said: object) -> str | None:
+    """Return what to do where a server has said 401 or 403; None: it has said something else."""
+    if isinstance(said, urllib.error.HTTPError) and said.code in (401, 403):
+        return "give the key that it was started with: export KEY=..., --option api_key=KEY"
+    return None
 
 
 def require_health(url: str, said: str, *, seconds: float, headers: Mapping[str, str] | None = None) -> None:
@@ -54,7 +85,8 @@ def require_health(url: str, said: str, *, seconds: float, headers: Mapping[str,
 class Leftovers:
     """Files that clients which were killed have asked for, and nobody has taken.
 
-    A server writes on when a client is gone. Files of our requests that are old enough are removed once a session.
+    A server writes on when a client is gone, or has given a request up. Files of our requests that are old enough are
+    removed once a session, and those of this session's own when it ends.
 
     Parameters
     ----------
@@ -66,19 +98,32 @@ class Leftovers:
 
     def __init__(self, pattern: str, *, age: float) -> None:
         self._pattern, self._age = pattern, age
-        self._removing, self._done = threading.Lock(), False
+        self._lock, self._own = threading.Lock(), set[tuple[Path, str]]()
+
+    def seen(self, folder: Path, request: str) -> None:
+        """Note where a request's file will be; remove from a new folder what is old. Called from any thread."""
+        with self._lock:
+            known = any(folder == f for f, _ in self._own)
+            self._own.add((folder, request.rpartition("-")[0]))
+            if not known:
+                self.remove(folder)
 
     def remove(self, folder: Path) -> None:
-        """Remove them from a folder, in the first call alone; called from any thread."""
-        with self._removing:
-            if self._done:
-                return
-            self._done = True
-            before = time.time() - self._age
-            for path in folder.glob(self._pattern):
-                with suppress(OSError):  # another user's, or gone in this moment
-                    if path.stat().st_mtime < before:
+        """Remove from a folder what is old."""
+        before = time.time() - self._age
+        for path in folder.glob(self._pattern):
+            with suppress(OSError):  # another user's, or gone in this moment
+                if path.stat().st_mtime < before:
+                    path.unlink()
+
+    def close(self) -> None:
+        """Remove what this session has asked for and not taken."""
+        with self._lock:
+            for folder, run in self._own:
+                for path in folder.glob(f"*{run}-*"):
+                    with suppress(OSError):
                         path.unlink()
+            self._own.clear()
 
 
 def check_served_model(told: object, model: str, *, url: str) -> None:
@@ -99,7 +144,9 @@ def check_served_model(told: object, model: str, *, url: str) -> None:
     HsError
         HS410: it is another target.
     """
-    if not isinstance(told, str) or not Path(told).is_dir() or Path(told).samefile(model):
+    if not isinstance(told, str) or not Path(told).is_absolute() or not Path(told).is_dir():
+        return
+    if Path(told).samefile(model):
         return
     try:
         served, wanted = (describe(folder).model for folder in (told, model))

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hsformat.problems import HsError
+from hsformat_extractors.hosted.beat import Beat
 from hsformat_extractors.hosted.options import request_seconds
 from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures
 from hsformat_extractors.hosted.sglang_parts import Incomplete, Parts
@@ -48,6 +49,9 @@ class SglangAsker(ABC):
     _stall_s: float = 0.0
     """An engine that neither answers nor leaves a file for so long is given up; its own watchdog ends it after 300."""
 
+    def __init__(self) -> None:
+        self.beat = Beat()
+
     def run(self, asks: Sequence[Ask]) -> Iterator[Answer | Fault]:
         """See :class:`~hsformat_extractors.hosted.wire.Driver`. New requests are given as answers are taken."""
         waiting, flying = deque(asks), dict[Future[Mapping[str, Any]], Request]()
@@ -61,6 +65,7 @@ class SglangAsker(ABC):
             done, _ = wait(flying, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             if parts.look() or done:
                 moved = time.monotonic()
+                self.beat()
             elif time.monotonic() - moved > self._stall_s:
                 late = f"nothing came for {self._stall_s:g} s, with {len(flying)} requests in hand"
                 raise self._lost(TimeoutError(late))
@@ -160,6 +165,7 @@ class SglangDriver(SglangAsker):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None

@@ -21,8 +21,10 @@ from hsformat_extractors.hosted.options import request_seconds
 from hsformat_extractors.hosted.servers import (
     Leftovers,
     ServerLost,
+    authorization,
     check_folder,
     check_served_model,
+    how_to_authorize,
     require_health,
 )
 from hsformat_extractors.hosted.sglang_args import HOOK_FACTORY, version_found
@@ -54,7 +56,9 @@ class SglangServerDriver(SglangAsker):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._url = ""
+        self._headers: dict[str, str] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def start(self, launch: Launch) -> Mapping[str, Any]:
@@ -66,9 +70,10 @@ class SglangServerDriver(SglangAsker):
             HS410: no server there, too old, of another target, or started without what the captures need.
         """
         self._url = launch.options["server"].rstrip("/")
+        self._headers = {"Content-Type": "application/json", **authorization(launch.options)}
         info = self._server_info()
-        config = _hook_config(info, launch, self._url)
         check_served_model(info.get("model_path"), launch.model, url=self._url)
+        config = _hook_config(info, launch, self._url)
         folder = Path(config["staging"])
         check_folder(folder, url=self._url, option=None)
         Leftovers(_NAMES, age=max(_OLD_S, 2 * request_seconds(launch.options))).remove(folder)
@@ -116,7 +121,8 @@ class SglangServerDriver(SglangAsker):
         except (OSError, ValueError, RuntimeError) as e:
             raise HsError(
                 problem("HS410", where=f"server {self._url}", got=str(e), expected="an SGLang server that answers",
-                        fix="start it, or give its URL: --option server=http://127.0.0.1:30000")
+                        fix=how_to_authorize(e.__cause__)
+                    or "start it, or give its URL: --option server=http://127.0.0.1:30000")
             ) from e  # fmt: skip
         return info
 
@@ -135,7 +141,7 @@ class SglangServerDriver(SglangAsker):
             It cannot be reached, breaks off, or does not answer.
         """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(self._url + path, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=seconds) as response:
                 found = json.load(response)
@@ -144,7 +150,7 @@ class SglangServerDriver(SglangAsker):
             if e.code < 500:
                 raise ValueError(said) from e
             if path == "/generate":
-                require_health(self._url, said, seconds=_HEALTH_S)
+                require_health(self._url, said, seconds=_HEALTH_S, headers=self._headers)
             raise RuntimeError(said) from e
         except HTTPException as e:
             raise ConnectionError(f"the answer breaks off ({type(e).__name__})") from e

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hsformat.problems import HsError, problem
+from hsformat_extractors.hosted.beat import Beat
 from hsformat_extractors.hosted.final_norm import final_norm_facts
 from hsformat_extractors.hosted.options import request_seconds
 from hsformat_extractors.hosted.preflight import installed_version
@@ -36,7 +37,6 @@ from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
 __all__ = ["VllmDriver", "sampling_arguments"]
 
 MAX_NUM_SEQS = 256
-"""Seconds without any progress, and the share of them after which a driver itself gives up a request."""
 _PAUSE = 0.002
 """Seconds between two looks for files when the engine has nothing to do."""
 
@@ -48,6 +48,7 @@ class VllmDriver:
         self._launch: Launch | None = None
         self._llm: Any = None
         self._timeout = 0.0
+        self.beat = Beat()
 
     def start(self, launch: Launch) -> Mapping[str, Any]:
         """Load the target.
@@ -109,7 +110,11 @@ class VllmDriver:
             moved = time.monotonic()
             while running or written:
                 found: list[Answer | Fault] = []
-                for output in engine.step():
+                outputs = engine.step()
+                if outputs:  # of requests that are not done as well
+                    moved = time.monotonic()
+                    self.beat()
+                for output in outputs:
                     if output.finished and output.request_id in running:
                         running.discard(output.request_id)
                         done = _finished(output, answers=launch.max_new_tokens > 0)
@@ -117,7 +122,6 @@ class VllmDriver:
                             found.append(done)
                         else:
                             written[output.request_id] = done
-                        moved = time.monotonic()
                 for request in list(written):
                     if (arrived := _arrived(*written[request])) is not None:
                         del written[request]

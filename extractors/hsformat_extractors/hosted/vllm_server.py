@@ -11,13 +11,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,17 @@ from safetensors.numpy import save_file
 from hsformat.maintain.finalnorm import FinalNormWeights
 from hsformat.problems import ForeignFileError, HsError, problem
 from hsformat.target.checkpoint import TensorInfo, read_header, read_integers, read_tensor
+from hsformat_extractors.hosted.beat import Beat
 from hsformat_extractors.hosted.final_norm import after, final_norm_facts, load_weights
 from hsformat_extractors.hosted.options import request_seconds
-from hsformat_extractors.hosted.servers import Leftovers, check_folder, check_served_model, require_health
+from hsformat_extractors.hosted.servers import (
+    Leftovers,
+    authorization,
+    check_folder,
+    check_served_model,
+    how_to_authorize,
+    require_health,
+)
 from hsformat_extractors.hosted.vllm_driver import sampling_arguments
 from hsformat_extractors.hosted.vllm_setup import FAILED, Slots, not_written, wanted_slots
 from hsformat_extractors.hosted.wire import TOKENS, Answer, Ask, Fault, Launch
@@ -44,6 +53,10 @@ _HEALTH = 10.0
 """Seconds in which a server that lives says so."""
 _NAMES = f"*hs{8 * '[0-9a-f]'}-*.safetensors*"
 """Of the files of our requests: the server makes a file's name of the request's id (``hosted.flow``)."""
+_START = "start it as python -m hsformat_extractors.hosted.vllm_serve prints, and wait until /health answers"
+_TRIAL_S = 60.0
+"""Seconds for three tokens and their file, when nothing else is known to be wrong."""
+_BEAT_S = 1.0
 _OLD_S = 3600.0
 """A file is whole when it is there, and taken at once."""
 _FOLDER_S = 30.0
@@ -85,6 +98,7 @@ class VllmServerDriver:
     def __init__(self) -> None:
         self._session: _Session | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self.beat = Beat()
 
     def start(self, launch: Launch) -> Mapping[str, Any]:
         """Reach the server; ask for its version, its model and the longest sequence that it takes.
@@ -99,8 +113,8 @@ class VllmServerDriver:
         options = launch.options
         server = _Server(
             url=options["server"].rstrip("/").removesuffix("/v1"),
-            headers={"Content-Type": "application/json", **_authorization(options)},
-            timeout=request_seconds(options),
+            headers={"Content-Type": "application/json", **authorization(options)},
+            timeout=request_seconds(options, max_new_tokens=launch.max_new_tokens),
         )
         storage = Path(options["storage"]) if "storage" in options else None
         if storage is not None:
@@ -119,6 +133,11 @@ class VllmServerDriver:
             launch=launch, server=server, model=str(card["id"]), storage=storage, slots=slots, norm=norm,
             leftovers=Leftovers(_NAMES, age=max(_OLD_S, 2 * server.timeout)),
         )  # fmt: skip
+        try:
+            _try(self._session)
+        except BaseException:  # raised again: nothing of the start stays
+            self.stop()
+            raise
         self._pool = ThreadPoolExecutor(int(options.get("concurrency", CONCURRENCY)), thread_name_prefix="vllm-server")
         longest = int(card["max_model_len"])
         return {
@@ -141,16 +160,20 @@ class VllmServerDriver:
             raise RuntimeError("start() comes first")
         futures: list[Future[Answer | Fault]] = [self._pool.submit(_one, self._session, ask) for ask in asks]
         lost: HsError | None = None
+        waiting = set(futures)
         try:
-            for future in as_completed(futures):
-                try:
-                    yield future.result()
-                except HsError as e:
-                    lost = lost or e
-                    for other in futures:
-                        other.cancel()
-                except CancelledError:
-                    continue
+            while waiting:
+                done, waiting = wait(waiting, timeout=_BEAT_S, return_when=FIRST_COMPLETED)
+                self.beat()  # each has a limit of its own
+                for future in done:
+                    try:
+                        yield future.result()
+                    except HsError as e:
+                        lost = lost or e
+                        for other in futures:
+                            other.cancel()
+                    except CancelledError:
+                        continue
         finally:
             for future in futures:
                 future.cancel()
@@ -161,6 +184,8 @@ class VllmServerDriver:
         """Let go of the server, which goes on running."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._session is not None:
+            self._session.leftovers.close()
         self._pool = self._session = None
 
 
@@ -180,21 +205,31 @@ def _ask_server(server: _Server) -> tuple[str, dict[str, Any]]:
         raise HsError(
             problem("HS410", where=f"option server: {server.url}", got=f"{type(e).__name__}: {e}",
                     expected="a vLLM server",
-                    fix="start it as python -m hsformat_extractors.hosted.vllm_serve prints, and wait until /health "
-                    "answers")
+                    fix=how_to_authorize(e) or _START)
         ) from e  # fmt: skip
 
 
-def _authorization(options: Mapping[str, str]) -> dict[str, str]:
-    name = options.get("api_key")
-    if name is None:
-        return {}
-    if name not in os.environ:
+def _try(session: _Session) -> None:
+    """Run three tokens and see their states arrive here, before hours of requests whose files nobody sees.
+
+    Raises
+    ------
+    HsError
+        HS410: they do not, or are other captures than are wanted.
+    """
+    prompt = tuple(t % session.launch.vocab_size for t in (1, 2, 3))
+    ask = Ask(request=f"hs{secrets.token_hex(4)}-trial", prompt=prompt, max_new_tokens=1)
+    limited = replace(session, server=replace(session.server, timeout=min(_TRIAL_S, session.server.timeout)))
+    found = _one(limited, ask)
+    if isinstance(found, Fault):
+        folder = "the folder that it names" if session.storage is None else f"{session.storage}"
         raise HsError(
-            problem("HS410", where=f"option api_key: {name}", got="no such environment variable",
-                    expected="the name of a variable that holds the key", fix=f"export {name}=... and run it again")
+            problem("HS410", where=f"server {session.server.url}", got=f"states of a short request: {found.message}",
+                    expected=f"their file in {folder}, within {limited.server.timeout:g} s",
+                    fix="give --option storage=FOLDER, the server's folder as it is named here; or start the server as "
+                    "python -m hsformat_extractors.hosted.vllm_serve prints")
         )  # fmt: skip
-    return {"Authorization": f"Bearer {os.environ[name]}"}
+    (Path(session.launch.staging) / found.file).unlink()
 
 
 def _one(session: _Session, ask: Ask) -> Answer | Fault:
@@ -219,7 +254,9 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
             _require_health(server, message)
         return Fault(request=ask.request, message=message, again=e.code >= 500)
     except KeyError as e:
-        message = f"the server's answer lacks {e}: it was not started with a connector for hidden states"
+        message = f"the server's answer lacks {e}"
+        if e.args[0] in ("kv_transfer_params", "hidden_states_path"):
+            message += ": it was not started with a connector for hidden states"
         return Fault(request=ask.request, message=message)
     except TypeError as e:
         return Fault(request=ask.request, message=f"no answer as vLLM gives them: {e}", again=True)
@@ -239,7 +276,7 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
 def _collect(session: _Session, answer: Answer, path: Path) -> Answer | Fault:
     """Wait for a file of the server, and take it into the staging folder in the wire's form."""
     launch, seconds, request = session.launch, session.server.timeout, answer.request
-    session.leftovers.remove(path.parent)
+    session.leftovers.seen(path.parent, request)
     began = time.monotonic()
     deadline = began + seconds
     failed, lock = path.with_name(path.name + FAILED), path.with_name(path.name + ".lock")
