@@ -183,9 +183,14 @@ def _describe(
 
 @contextmanager
 def _how_to_go_on(out: str) -> Iterator[None]:
-    """After a failed write say that the same command continues; what was committed is whole."""
+    """After a failed write or a signal say that the same command continues; what was committed is whole."""
     try:
         yield
+    except KeyboardInterrupt:
+        typer.echo(
+            "extract: stopped at once; what is committed stays, and the same command goes on from there", err=True
+        )
+        raise
     except StoreError:
         from hsformat.store import exists
 

@@ -112,8 +112,8 @@ def extract_to_store(
 
     The extractor is loaded here, after the store was opened, what the missing samples need was compared with the free
     space of the disk, and a first sample was found that is not in it. It is closed at the end. SIGINT or SIGTERM ends
-    the run after what the extractor has in hand and commits; a second one ends it at once, and what was not committed
-    is lost.
+    the run after what the extractor has in hand and commits; a second one, or one while the extractor is loaded, ends
+    it at once by KeyboardInterrupt, whose argument is the signal, and what was not committed is lost.
 
     Parameters
     ----------
@@ -333,7 +333,7 @@ def _unasked(record_id: str) -> Problem:
 
 
 class _Stop:
-    """Turns the first SIGINT or SIGTERM into a request to stop, and a second one into KeyboardInterrupt.
+    """Turns the first SIGINT or SIGTERM into a request to stop, and a second one into KeyboardInterrupt of that signal.
 
     While ``loading``, when nothing is in hand that could be finished, the first one is a KeyboardInterrupt as well.
     """
@@ -356,7 +356,7 @@ class _Stop:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None or self.loading:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signal.Signals(number))
         self.signal = signal.Signals(number)
         with suppress(OSError):  # not print: a signal may come in the middle of one
             os.write(2, b"\nhsformat: stopping after what is in hand; once more: at once\n")
