@@ -75,7 +75,9 @@ def json_errors(*, wanted: bool) -> Iterator[None]:
 
 
 def _code_of(e: HsError) -> int:
-    return ExitCode.UNABLE if isinstance(e, NothingToOpen) else max(exit_code(e.problems), ExitCode.PROBLEMS)
+    if isinstance(e, NothingToOpen) or not e.begun:
+        return ExitCode.UNABLE
+    return max(exit_code(e.problems), ExitCode.PROBLEMS)
 
 
 def echo_problems(problems: Iterable[Problem], *, err: bool = False) -> None:
