@@ -244,6 +244,15 @@ class ForkedSglang(Forked, Sglang):
         return super().features(job)
 
 
+class ForkedAndGone(ForkedSglang):
+    """Its fork ends with code 0 where SGLang's is killed, without a word of what came of the job."""
+
+    def captured(self, ids: list[int], n: int) -> list[int]:
+        if max(ids) + self.shift >= n:
+            sys.exit(0) if n % 2 else os._exit(0)
+        return super().captured(ids, n)
+
+
 class ForkedAndDead(Forked):
     """Its fork ends with an exit code."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,9 +27,8 @@ def guarded(run: Callable[[], Any]) -> int:
     try:
         run()
     except SystemExit as e:  # typer ends every command so
-        if _interrupted(e):
-            typer.echo("hsformat: stopped", err=True)
-            return 130
+        if (stopped := _interrupt(e)) is not None:
+            return _code_of_interrupt(stopped)
         return e.code if isinstance(e.code, int) else ExitCode.UNABLE
     except HsError as e:
         echo_problems(e.problems, err=True)
@@ -36,22 +36,28 @@ def guarded(run: Callable[[], Any]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PROBLEMS
-    except KeyboardInterrupt:
-        typer.echo("hsformat: stopped", err=True)
-        return 130
+    except KeyboardInterrupt as e:
+        return _code_of_interrupt(e)
     except (OSError, MemoryError) as e:
         typer.echo(f"hsformat: {type(e).__name__}: {e}", err=True)
         return ExitCode.UNABLE
     return ExitCode.CLEAN
 
 
-def _interrupted(e: BaseException | None) -> bool:
-    """Whether an interrupt is among the causes."""
+def _interrupt(e: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interrupt among the causes."""
     while e is not None:
         if isinstance(e, KeyboardInterrupt):
-            return True
+            return e
         e = e.__cause__ or e.__context__
-    return False
+    return None
+
+
+def _code_of_interrupt(e: KeyboardInterrupt) -> int:
+    """Say what stopped the command, and return 128 + its number: the signal that the interrupt holds, or SIGINT."""
+    number = next((s for s in e.args if isinstance(s, signal.Signals)), signal.SIGINT)
+    typer.echo(f"hsformat: stopped by {number.name}", err=True)
+    return 128 + int(number)
 
 
 @contextmanager
@@ -69,7 +75,9 @@ def json_errors(*, wanted: bool) -> Iterator[None]:
 
 
 def _code_of(e: HsError) -> int:
-    return ExitCode.UNABLE if isinstance(e, NothingToOpen) else max(exit_code(e.problems), ExitCode.PROBLEMS)
+    if isinstance(e, NothingToOpen) or not e.begun:
+        return ExitCode.UNABLE
+    return max(exit_code(e.problems), ExitCode.PROBLEMS)
 
 
 def echo_problems(problems: Iterable[Problem], *, err: bool = False) -> None:

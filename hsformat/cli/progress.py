@@ -90,27 +90,31 @@ class _Lines:
 
 
 class Pace:
-    """How fast records come, from the first one on: loading the target, and records that were there, do not count."""
+    """How fast records come, from the first one on: loading the target, and records that were there, do not count.
+
+    Those that are skipped later do not count either: they are only fewer that are left.
+    """
 
     def __init__(self) -> None:
         self._since: tuple[float, int, int] | None = None
 
     def left(self, report: ExtractionReport, total: int) -> float | None:
         """Return the seconds until all records are done, if they come as before; None: it is not known yet."""
-        done = _done(report)
-        if self._since is None and report.written + report.quarantined.total():
-            self._since = (report.seconds, done, report.tokens)
-        if self._since is None or done <= self._since[1]:
+        came = report.written + report.quarantined.total()
+        if self._since is None and came:
+            self._since = (report.seconds, came, report.tokens)
+        if self._since is None or came <= self._since[1]:
             return None
-        return (report.seconds - self._since[0]) * (total - done) / (done - self._since[1])
+        return (report.seconds - self._since[0]) * (total - _done(report)) / (came - self._since[1])
 
     def rate(self, report: ExtractionReport) -> str:
-        """Return tokens a second, the bytes of states, and how many records are quarantined."""
-        seconds, _, tokens = self._since or (0.0, 0, 0)
-        passed = report.seconds - seconds
-        speed = (report.tokens - tokens) / passed if passed > 0 else 0.0
-        bad = f", {report.quarantined.total()} quarantined" if report.quarantined else ""
-        return f"{speed:,.0f} tokens/s, {human_bytes(report.nbytes)}{bad}"
+        """Return tokens a second, once they are known, the bytes of states, and how many records are quarantined."""
+        said = [human_bytes(report.nbytes)]
+        if self._since is not None and (passed := report.seconds - self._since[0]) > 0:
+            said.insert(0, f"{(report.tokens - self._since[2]) / passed:,.0f} tokens/s")
+        if report.quarantined:
+            said.append(f"{report.quarantined.total()} quarantined")
+        return ", ".join(said)
 
 
 def _done(report: ExtractionReport) -> int:

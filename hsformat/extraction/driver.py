@@ -37,6 +37,7 @@ from hsformat.problems import (
     StoreError,
     exit_code,
     problem,
+    refusing,
 )
 from hsformat.record import Record, TokenSample
 from hsformat.store import Store, Writer
@@ -112,8 +113,8 @@ def extract_to_store(
 
     The extractor is loaded here, after the store was opened, what the missing samples need was compared with the free
     space of the disk, and a first sample was found that is not in it. It is closed at the end. SIGINT or SIGTERM ends
-    the run after what the extractor has in hand and commits; a second one ends it at once, and what was not committed
-    is lost.
+    the run after what the extractor has in hand and commits; a second one, or one while the extractor is loaded, ends
+    it at once by KeyboardInterrupt, whose argument is the signal, and what was not committed is lost.
 
     Parameters
     ----------
@@ -142,7 +143,8 @@ def extract_to_store(
         opened. What was committed stays.
     """
     options: dict[str, Any] = {} if segment_bytes is None else {"segment_bytes": segment_bytes}
-    run = _Run(os.fspath(out), contract, request, options)
+    with refusing(but={"HS507"}):  # what another contract would mix is a finding about the store
+        run = _Run(os.fspath(out), contract, request, options)
     return run(extractor, samples, commit_seconds, listener, ignore_disk_space=ignore_disk_space)
 
 
@@ -190,11 +192,12 @@ class _Run:
             listener(self.report)
 
         with _Stop() as stop:
-            self._check_space(samples, stop, ignore=ignore_disk_space)
-            if self.report.problems:
-                tell()  # before hours go by
-            todo = self._not_yet_stored(samples, stop)
-            first = next(todo, None)
+            with refusing():
+                self._check_space(samples, stop, ignore=ignore_disk_space)
+                if self.report.problems:
+                    tell()  # before hours go by
+                todo = self._not_yet_stored(samples, stop)
+                first = next(todo, None)
             if first is not None:
                 try:
                     self._extract(extractor, itertools.chain((first,), todo), stop, commit_seconds, tell)
@@ -333,7 +336,7 @@ def _unasked(record_id: str) -> Problem:
 
 
 class _Stop:
-    """Turns the first SIGINT or SIGTERM into a request to stop, and a second one into KeyboardInterrupt.
+    """Turns the first SIGINT or SIGTERM into a request to stop, and a second one into KeyboardInterrupt of that signal.
 
     While ``loading``, when nothing is in hand that could be finished, the first one is a KeyboardInterrupt as well.
     """
@@ -356,7 +359,7 @@ class _Stop:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None or self.loading:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signal.Signals(number))
         self.signal = signal.Signals(number)
         with suppress(OSError):  # not print: a signal may come in the middle of one
             os.write(2, b"\nhsformat: stopping after what is in hand; once more: at once\n")

@@ -120,6 +120,12 @@ def test_the_engines_own_words_are_passed_on(temporary):  # vllm#51016, #53243, 
     assert e.value.problems[0].got.startswith("AssertionError: 581 GiB of KV cache are needed, 40 GiB are there")
 
 
+def test_a_problem_of_a_driver_is_as_bad_as_the_driver_says(temporary):
+    with pytest.raises(HsError) as e:
+        toy("Refuses")().load(request_for("d4"))
+    assert [(p.code, p.where, p.severity) for p in e.value.problems] == [("HS506", "staging", "error")]
+
+
 def test_a_driver_that_cannot_be_imported_is_named(temporary):
     with pytest.raises(HsError) as e:
         toy("NoSuchDriver")().load(request_for("d4"))

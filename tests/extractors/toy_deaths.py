@@ -10,6 +10,7 @@ import time
 
 from toy_llama import Honest
 
+from hsformat.problems import HsError, Severity, problem
 from hsformat_extractors.hosted.beat import Beat
 
 
@@ -71,6 +72,14 @@ class NeverStarts(Honest):
 class FailsToStart(Honest):  # vllm#51016, #53243, SpecForge#345, PR#290
     def start(self, launch):
         raise AssertionError("581 GiB of KV cache are needed, 40 GiB are there")
+
+
+class Refuses(Honest):
+    """Raises a problem that is an error here, and a note by its code."""
+
+    def start(self, launch):
+        severity = Severity.ERROR
+        raise HsError(problem("HS506", where="staging", got="no space", expected="space", severity=severity))
 
 
 class LeavesAChild(Honest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from fake_extractor import Fake, answer, run, sample
 
 import hsformat as hs
+
+TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
 
 
 @pytest.fixture
@@ -44,16 +47,18 @@ def test_signal_commits_what_is_whole(out, number):
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_signal_while_the_engine_loads_ends_the_run_at_once(out):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_engine_loads_ends_the_run_at_once(out, number):
     """It was noted, and nothing looked at it before the engine had started, which may take an hour."""
 
     class Loads(Fake):
         def load(self, request):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             raise AssertionError("it went on loading")
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as e:
         run(Loads(), map(sample, range(3)), out)
+    assert e.value.args == (number,)
     assert run(Fake(), map(sample, range(3)), out).written == 3
 
 
@@ -78,6 +83,31 @@ def test_ignored_signal_stays_ignored(out):  # nohup
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     report = run(Signalled(), map(sample, range(3)), out)
     assert (report.written, report.interrupted) == (3, None)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_exit_code_is_that_of_the_signal_that_stopped_the_command(out, number, late, cli, monkeypatch):
+    """SIGTERM while an engine loads, or as the second signal, was told as Ctrl-C."""
+
+    class Signalled(Fake):
+        def load(self, request):
+            if not late:
+                os.kill(os.getpid(), number)
+
+        def one(self, s):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
+            return answer(s)
+
+    monkeypatch.setattr("hsformat.extraction.find_extractor", lambda name: Signalled())
+    data = out.with_name("data.jsonl")
+    data.write_text(json.dumps({"id": "a", "input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}) + "\n")
+    code, _, err = cli("extract", "--model", TINY, "--data", data, "--out", out, "--layers", "2,4,5")
+    assert code == 128 + number
+    assert f"stopped by {number.name}" in err
+    assert "the same command goes on" in err
 
 
 @pytest.mark.usefixtures("handlers")

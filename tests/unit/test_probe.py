@@ -74,14 +74,19 @@ def test_an_id_that_kills_the_engine_is_recorded_with_what_it_said_last():
     assert any("d2, d3, d4, d5, d6, d7, d8" in line for line in lines)
 
 
-def test_a_fork_that_is_killed_leaves_the_process_and_nothing_else(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("engine", "outcome"),
+    [
+        ("ForkedSglang", "the engine died (SIGKILL): IndexError: list index out of range"),
+        ("ForkedAndGone", "the engine died (exit code 0)"),
+    ],
+)
+def test_a_fork_that_ends_leaves_the_process_and_nothing_else(engine, outcome, tmp_path, monkeypatch):
     """Imports of an engine are most of what a trial costs; they are made once, whatever a trial dies of."""
     log = tmp_path / "log"
     monkeypatch.setenv("FAKE_LOG_FILE", str(log))
-    profile = probe("ForkedSglang")
-    assert [m.outcome for m in profile.measurements if m.outcome] == [
-        "the engine died (SIGKILL): IndexError: list index out of range"
-    ] * 2
+    profile = probe(engine)
+    assert [m.outcome for m in profile.measurements if m.outcome] == [outcome] * 2
     assert log.read_text().split().count("prepared") == 1
     assert not any(_runs(int(pid)) for pid in log.read_text().split() if pid.isdigit())
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hsformat.problems import HsError, problem
+from hsformat.problems import HsError, Severity, problem
 from hsformat_extractors.hosted.staging import Staging
 from hsformat_extractors.hosted.wire import Ask, Launch
 from hsformat_extractors.processes import EngineProcess, one_line, raised
@@ -198,7 +198,9 @@ class HostedEngine:
         if found := message.get("problems"):
             self.close(orderly=False)
             names = ("where", "got", "expected", "fix", "record")
-            return HsError([problem(p["code"], **{n: p[n] for n in names}) for p in found])
+            return HsError(
+                [problem(p["code"], severity=Severity(p["severity"]), **{n: p[n] for n in names}) for p in found]
+            )
         return self._broken(str(message.get("error")), no_space=message.get("no_space") is True)
 
     def _broken(self, what: str, *, no_space: bool = False) -> HsError:

@@ -164,7 +164,7 @@ def option_problems(
         try:
             load_profile(options["engine_profile"])
         except HsError as e:
-            yield from e.problems
+            yield from (p.at("option engine_profile") for p in e.problems)
 
 
 def engine_arguments(options: Mapping[str, str]) -> dict[str, Any]:

@@ -107,10 +107,13 @@ def job_of(data: Mapping[str, Any]) -> Job:
 
 
 def _tell(job: Job, *, error: str | None = None, died: str | None = None, forked: bool) -> None:
-    answer = Path(job.out) / ANSWER
-    part = answer.with_suffix(".part")
-    part.write_text(json.dumps({"error": error, "died": died, "forked": forked}), encoding="utf-8")
-    part.replace(answer)
+    _write_json(Path(job.out) / ANSWER, {"error": error, "died": died, "forked": forked})
+
+
+def _write_json(path: Path, data: Any) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data), encoding="utf-8")
+    part.replace(path)
 
 
 def _answer(driver: Driver, job: Job) -> None:
@@ -123,12 +126,13 @@ def _in_a_fork(driver: Driver, job: Job) -> None:
     raised = Path(job.out) / "raised.json"
     pid = os.fork()
     if pid == 0:
-        raised.write_text(json.dumps(_serve(driver, job)), encoding="utf-8")
+        _write_json(raised, _serve(driver, job))
         sys.stdout.flush()
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     _end_group()
-    if code := os.waitstatus_to_exitcode(status):
+    code = os.waitstatus_to_exitcode(status)
+    if code or not raised.exists():  # an engine may leave with code 0 in the middle of a job
         _tell(job, died=how_ended(code), forked=True)
     else:
         _tell(job, error=json.loads(raised.read_text("utf-8")), forked=True)
