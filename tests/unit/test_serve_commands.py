@@ -195,3 +195,28 @@ def test_the_commands_that_are_written_are_whole(path, tmp_path, capsys):
 def test_sglang_on_a_cpu_is_told_so_by_its_environment(capsys):
     assert sglang("--cpu") == 0
     assert capsys.readouterr().out.startswith("SGLANG_USE_CPU_ENGINE=1 python -m sglang.launch_server ")
+
+
+@pytest.mark.parametrize(
+    ("version", "extended", "given", "cpu"),
+    [
+        ("2.13.0+cpu", False, (), True),
+        ("2.13.0+cpu", True, (), False),  # as for Ascend
+        ("2.13.0+cu130", False, (), False),
+        ("2.13.0", False, (), False),
+        ("2.13.0+cpu", False, ("--engine-version", "0.5.23"), False),  # of a server elsewhere
+    ],
+)
+def test_sglang_the_torch_that_is_installed_says_whether_there_is_no_accelerator(
+    version, extended, given, cpu, tmp_path, monkeypatch, capsys
+):
+    for name, of in (("torch", version), ("sglang", "0.5.23")):
+        info = tmp_path / f"{name}-{of}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {of}\n")
+    if extended:
+        (tmp_path / f"torch-{version}.dist-info" / "entry_points.txt").write_text("[torch.backends]\nx = x:load\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sglang_serve.main([str(TINY), "--layers", "1", "--staging", "/s", *given]) == 0
+    out = capsys.readouterr().out
+    assert (out.startswith("SGLANG_USE_CPU_ENGINE=1 "), "--device cpu" in out) == (cpu, cpu)

@@ -5,7 +5,8 @@ For example::
     python -m hsformat_extractors.hosted.sglang_serve MODEL --layers 2,15,27 --last pre --staging /dev/shm/hs \
         --engine-version 0.5.23
 
-Where SGLang is installed ``--engine-version`` may be left out. ``--staging`` is a folder on a place that server and
+Where SGLang is installed ``--engine-version`` may be left out; ``--cpu``, for a machine without an accelerator, is then
+taken for given where the torch installed here is built for one. ``--staging`` is a folder on a place that server and
 extractor both see under one name; make it first. Then, for this command, on the same machine::
 
     hsformat extract --engine sglang --option server=http://127.0.0.1:30000 \
@@ -15,6 +16,8 @@ extractor both see under one name; make it first. Then, for this command, on the
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import shlex
 import sys
 from pathlib import Path
@@ -88,7 +91,7 @@ def command(
         )  # fmt: skip
     if sampled and cpu:
         problems.append(
-            problem("HS410", where="--sampled", got="--cpu",
+            problem("HS410", where="--sampled", got="no accelerator (--cpu, or torch is built for none)",
                     expected="an accelerator: without one SGLang heeds no seed",
                     fix="let it answer greedily, or use another engine on a CPU")
         )  # fmt: skip
@@ -122,9 +125,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens of one forward pass")
     parser.add_argument("--engine-version", help="by default that of the SGLang installed here")
     parser.add_argument("--engine-args", default="{}", help="further arguments, as a JSON object")
-    parser.add_argument("--cpu", action="store_true", help="there is no accelerator")
+    parser.add_argument("--cpu", action="store_true", help="there is no accelerator; default: if torch is for none")
     parser.add_argument("--sampled", action="store_true", help="answers will be drawn: extract with --temperature")
     args = parser.parse_args(words)
+    cpu = args.cpu or (args.engine_version is None and _built_for_a_cpu())
     try:
         found = command(
             args.model,
@@ -134,7 +138,7 @@ def main(words: list[str] | None = None) -> int:
             version=args.engine_version or _installed(),
             dtype=args.dtype,
             batch_tokens=args.batch_tokens,
-            cpu=args.cpu,
+            cpu=cpu,
             sampled=args.sampled,
             options={"engine_args": args.engine_args},
         )
@@ -142,7 +146,7 @@ def main(words: list[str] | None = None) -> int:
         print(e, file=sys.stderr)
         return 2
     # Without it SGLang looks for an accelerator (the driver of extraction sets it as well).
-    print(("SGLANG_USE_CPU_ENGINE=1 " if args.cpu else "") + shlex.join(found))
+    print(("SGLANG_USE_CPU_ENGINE=1 " if cpu else "") + shlex.join(found))
     folder = shlex.quote(str(args.staging.absolute()))
     print(f"# Before it, on a place that server and extractor both see: mkdir -p {folder}", file=sys.stderr)
     return 0
@@ -157,6 +161,21 @@ def _installed() -> str:
                     fix=f"give the version of the server: --engine-version {SglangExtractor.minimum}")
         )  # fmt: skip
     return version
+
+
+def _built_for_a_cpu() -> bool:
+    """Return whether the torch that is installed here is a build for CPUs that nothing extends to an accelerator.
+
+    Its version ends in ``+cpu`` then. SGLang's guide for Ascend installs such a build beside ``torch_npu``; what
+    extends torch registers entry points of group ``torch.backends``, since torch 2.5. Other builds, such as those of a
+    platform for which no index has another one, do not say what they are for. Neither torch nor SGLang is imported.
+    """
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    extended = importlib.metadata.entry_points(group="torch.backends") or importlib.util.find_spec("torch_npu")
+    return version.endswith("+cpu") and not extended
 
 
 if __name__ == "__main__":
