@@ -8,8 +8,7 @@ every other module may use it. To add a code: add a row to :data:`CODES`, its fa
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -31,7 +30,6 @@ __all__ = [
     "StoreError",
     "exit_code",
     "problem",
-    "refusing",
 ]
 
 
@@ -352,11 +350,7 @@ class HsError(ValueError):
     ----------
     problems
         Every problem found, in the order in which they were found; at least one.
-    begun
-        False: a job was refused before any of it was done (:func:`refusing`), so that the exit code is 2, not 1.
     """
-
-    begun: bool = True
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems: list[Problem] = [problems] if isinstance(problems, Problem) else list(problems)
@@ -390,19 +384,3 @@ class ForeignFileError(HsError):
 
 class NothingToOpen(ForeignFileError):
     """A path that was given does not exist: nothing could be begun, and the exit code is 2."""
-
-
-@contextmanager
-def refusing(*, but: Container[str] = ()) -> Iterator[None]:
-    """Mark what is raised here as a refusal before anything was done: exit code 2, whatever the codes.
-
-    Parameters
-    ----------
-    but
-        Codes of problems that say so by themselves; an error that has one stays as it is.
-    """
-    try:
-        yield
-    except HsError as e:
-        e.begun = any(p.code in but for p in e.problems)
-        raise

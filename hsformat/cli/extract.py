@@ -13,7 +13,7 @@ import typer
 from hsformat.cli import options as shared
 from hsformat.cli.options import Codec, Dtype, Format, Last, json_object, parse_options
 from hsformat.cli.output import echo_problems, human_bytes, json_errors
-from hsformat.problems import Problem, ResolveError, Severity, StoreError, exit_code, refusing
+from hsformat.problems import Problem, ResolveError, Severity, StoreError, exit_code
 
 if TYPE_CHECKING:
     from hsformat.cli.preparing import PreparationOptions
@@ -75,37 +75,34 @@ def extract(
     with json_errors(wanted=format is Format.JSON):
         if dry_run:
             _dry_run(model, preparation, layers, format)
-        with refusing():
-            if out is None or layers is None:
-                raise typer.BadParameter(
-                    "required, unless --dry-run is given", param_hint="--layers" if out else "--out"
-                )
-            extractor = find_extractor(engine)
-            rows = count_rows(data)
-            described = _describe(model, extractor, options, dtype=dtype, weights_digest=weights_digest)
-            contract = make_contract(
-                described.model,
-                tokenizer_digest=described.tokenizer_digest,
-                aux=parse_layers(layers, described.model.num_layers),
-                last=last.value,
-                codec=codec.value,
-            )
-            request = ExtractionRequest(
-                model=model,
-                target=described.model,
-                captures=contract.captures,
-                generation=generation,
-                batch_tokens=batch_tokens,
-                options=options,
-            )
-            with isolated(extractor):
-                problems = extractor.preflight(request)
-            if exit_code(problems):
-                raise ResolveError(problems)
-            echo_problems(problems, err=True)
-            samples = preparation.samples(
-                load_tokenizer(model), vocab_size=described.model.vocab_size, max_positions=described.max_positions
-            )
+        if out is None or layers is None:
+            raise typer.BadParameter("required, unless --dry-run is given", param_hint="--layers" if out else "--out")
+        extractor = find_extractor(engine)
+        rows = count_rows(data)
+        described = _describe(model, extractor, options, dtype=dtype, weights_digest=weights_digest)
+        contract = make_contract(
+            described.model,
+            tokenizer_digest=described.tokenizer_digest,
+            aux=parse_layers(layers, described.model.num_layers),
+            last=last.value,
+            codec=codec.value,
+        )
+        request = ExtractionRequest(
+            model=model,
+            target=described.model,
+            captures=contract.captures,
+            generation=generation,
+            batch_tokens=batch_tokens,
+            options=options,
+        )
+        with isolated(extractor):
+            problems = extractor.preflight(request)
+        if exit_code(problems):
+            raise ResolveError(problems)
+        echo_problems(problems, err=True)
+        samples = preparation.samples(
+            load_tokenizer(model), vocab_size=described.model.vocab_size, max_positions=described.max_positions
+        )
         with extraction_progress(rows, lambda: samples.summary.rows_dropped) as progress, _how_to_go_on(out):
             listener = _AtOnce(progress)
             report = extract_to_store(
@@ -157,13 +154,11 @@ def _dry_run(model: Path, preparation: PreparationOptions, layers: str | None, f
     from hsformat.prepare import count_rows, load_tokenizer
     from hsformat.target.config import read_config
 
-    with refusing():
-        rows, config = count_rows(preparation.data), read_config(model)
-        if layers is not None:
-            parse_layers(layers, config.values["num_hidden_layers"])
-        tokenizer = load_tokenizer(model)
-        samples = preparation.samples_of_config(tokenizer, config)
-    run_dry(samples, tokenizer, rows, format)
+    rows, config = count_rows(preparation.data), read_config(model)
+    if layers is not None:
+        parse_layers(layers, config.values["num_hidden_layers"])
+    tokenizer = load_tokenizer(model)
+    run_dry(preparation.samples_of_config(tokenizer, config), tokenizer, rows, format)
 
 
 def _describe(

@@ -75,9 +75,7 @@ def json_errors(*, wanted: bool) -> Iterator[None]:
 
 
 def _code_of(e: HsError) -> int:
-    if isinstance(e, NothingToOpen) or not e.begun:
-        return ExitCode.UNABLE
-    return max(exit_code(e.problems), ExitCode.PROBLEMS)
+    return ExitCode.UNABLE if isinstance(e, NothingToOpen) else max(exit_code(e.problems), ExitCode.PROBLEMS)
 
 
 def echo_problems(problems: Iterable[Problem], *, err: bool = False) -> None:

@@ -37,7 +37,6 @@ from hsformat.problems import (
     StoreError,
     exit_code,
     problem,
-    refusing,
 )
 from hsformat.record import Record, TokenSample
 from hsformat.store import Store, Writer
@@ -143,8 +142,7 @@ def extract_to_store(
         opened. What was committed stays.
     """
     options: dict[str, Any] = {} if segment_bytes is None else {"segment_bytes": segment_bytes}
-    with refusing(but={"HS507"}):  # what another contract would mix is a finding about the store
-        run = _Run(os.fspath(out), contract, request, options)
+    run = _Run(os.fspath(out), contract, request, options)
     return run(extractor, samples, commit_seconds, listener, ignore_disk_space=ignore_disk_space)
 
 
@@ -192,12 +190,11 @@ class _Run:
             listener(self.report)
 
         with _Stop() as stop:
-            with refusing():
-                self._check_space(samples, stop, ignore=ignore_disk_space)
-                if self.report.problems:
-                    tell()  # before hours go by
-                todo = self._not_yet_stored(samples, stop)
-                first = next(todo, None)
+            self._check_space(samples, stop, ignore=ignore_disk_space)
+            if self.report.problems:
+                tell()  # before hours go by
+            todo = self._not_yet_stored(samples, stop)
+            first = next(todo, None)
             if first is not None:
                 try:
                     self._extract(extractor, itertools.chain((first,), todo), stop, commit_seconds, tell)
