@@ -105,8 +105,9 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         except (OSError, RuntimeError, ValueError, SafetensorError) as e:
             with contextlib.suppress(OSError):
                 Path(part).unlink(missing_ok=True)
-            Path(part).write_text(f"{type(e).__name__}: {e}", encoding="utf-8")  # no reader sees half of it
-            os.replace(part, filename + FAILED)
+            note = Path(f"{filename}{FAILED}.part")  # no reader sees half of it
+            note.write_text(f"{type(e).__name__}: {e}", encoding="utf-8")
+            os.replace(note, filename + FAILED)
             raise
         finally:
             if lock_fd is not None:
