@@ -23,8 +23,9 @@ def test_the_first_signal_is_a_wish_and_a_later_one_ends_it(monkeypatch: pytest.
         signal.raise_signal(signal.SIGINT)  # what a launcher passes on is the same wish
         assert wish.signal == signal.SIGTERM
         now += stop.AGAIN_SECONDS
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt) as e:
+            signal.raise_signal(signal.SIGTERM)
+        assert e.value.args == (signal.SIGTERM,)  # of which the exit code is made
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -16,7 +16,7 @@ the processes it started, and the launcher then passes its own on to them."""
 
 
 class Stop:
-    """Turns the first SIGINT or SIGTERM into a request to stop, and a later one into KeyboardInterrupt.
+    """Turns the first SIGINT or SIGTERM into a request to stop, and a later one into KeyboardInterrupt of that signal.
 
     A signal that is ignored (``nohup``) stays so. Outside the main thread it does nothing.
     """
@@ -42,7 +42,7 @@ class Stop:
         if self.signal is None:
             self.signal, self._heard = signal.Signals(number), now
         elif now - self._heard > AGAIN_SECONDS:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signal.Signals(number))
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         for s, handler in self._old.items():
