@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import secrets
 import signal
@@ -32,6 +33,8 @@ from hsformat.contract import Contract
 
 # A command that a shell starts in the background ignores Ctrl-C, and so do its children: tests send it to some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Transformers' log keeps the stderr that it began with, which pytest has closed when a later test has it say something.
+logging.raiseExceptions = False
 settings.register_profile("dev", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
