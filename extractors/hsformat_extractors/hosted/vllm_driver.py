@@ -26,17 +26,19 @@ from hsformat_extractors.hosted.options import request_seconds
 from hsformat_extractors.hosted.preflight import installed_version
 from hsformat_extractors.hosted.vllm_setup import (
     FAILED,
-    OWN_ARGUMENTS,
     not_written,
     speculation,
     transfer,
     wanted_slots,
 )
 from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
+from hsformat_extractors.vllm import VllmExtractor
 
 __all__ = ["VllmDriver", "sampling_arguments"]
 
 MAX_NUM_SEQS = 256
+_OWN_ARGUMENTS = frozenset(n for rule in VllmExtractor.forbidden if not rule.allowed for n in rule.names)
+"""What ``engine_args`` may not hold, whatever its value."""
 _PAUSE = 0.002
 """Seconds between two looks for files when the engine has nothing to do."""
 
@@ -201,7 +203,7 @@ def _arguments(launch: Launch) -> dict[str, Any]:
     """
     options = launch.options
     further = json.loads(options.get("engine_args", "{}"))
-    if taken := sorted(OWN_ARGUMENTS & set(further)):
+    if taken := sorted(_OWN_ARGUMENTS & set(further)):
         raise HsError(
             problem("HS410", where="option engine_args", got=", ".join(taken), expected="other arguments of vLLM",
                     fix="leave them out: they follow from the request, or have an option of their own")

@@ -23,7 +23,7 @@ from hsformat.problems import HsError, Problem, problem
 from hsformat_extractors.hosted.wire import Fault
 
 __all__ = [
-    "CONNECTOR", "CONNECTOR_MODULE", "EXTRA", "FAILED", "OWN_ARGUMENTS", "Slots", "not_written", "speculation",
+    "CONNECTOR", "CONNECTOR_MODULE", "EXTRA", "FAILED", "Slots", "not_written", "speculation",
     "transfer", "wanted_slots",
 ]  # fmt: skip
 
@@ -34,16 +34,6 @@ EXTRA = "hsformat"
 
 FAILED = ".failed"
 """Ends the name of a file that our connector writes in place of a file of states: its text says why there is none."""
-
-OWN_ARGUMENTS = frozenset(
-    {
-        "model", "tokenizer", "dtype", "speculative_config", "kv_transfer_config", "enable_prefix_caching",
-        "skip_tokenizer_init", "max_num_batched_tokens", "pipeline_parallel_size", "data_parallel_size",
-        "tensor_parallel_size", "runner", "trust_remote_code",
-    }
-)  # fmt: skip
-"""Arguments of vLLM that ``engine_args`` may not hold: they follow from the request, have an option of their own, or
-states are lost under them (a cached prefix is not computed; a pipeline's stage drops its captures, vllm PR#45985)."""
 
 
 @dataclass(frozen=True, kw_only=True)
