@@ -5,11 +5,13 @@ A suite names the extractor in ``OneTarget.extractor`` by subclassing; nothing h
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import Popen
 from typing import ClassVar
@@ -24,6 +26,7 @@ from hsformat.dtypes import to_float32
 from hsformat.engines.extraction_table import RAN, Extracted, ExtractedRow, load_extracted
 from hsformat.extraction import extract_to_store, make_contract
 from hsformat.layout import parse_capture_key
+from hsformat.problems import HsError
 from hsformat.record import Record
 from hsformat.target import describe
 from hsformat.testing import ExtractorConformance
@@ -273,3 +276,26 @@ class Server:
             except OSError:
                 time.sleep(0.5)
         raise AssertionError(f"no {self._url} after 300 s\n{self._log.read_text()[-4000:]}")
+
+
+def killed(kind: type[OneArchitecture], folder: Path, process: str, options: Mapping[str, str] | None = None) -> None:
+    """Kill one process of an engine at work: the run ends because of it, and not because nothing came for long."""
+    psutil = importlib.import_module("psutil")  # every engine brings it
+
+    suite = type(
+        "Killed", (kind,), {"model": folder, "options": {"window": "4", "timeout": "240", **(options or {})}}
+    )()
+    try:
+        found = suite.load(suite.request()).extract(iter(suite.samples(*[100] * 200)), stopping=lambda: False)
+        assert isinstance(next(found), Record)
+        below = psutil.Process().children(recursive=True)
+        last = [p for p in below if p.is_running() and process in " ".join(p.cmdline())][-1]
+        last.kill()
+        with pytest.raises(HsError) as raised:
+            list(found)
+    finally:
+        suite.teardown_class()
+    (p,) = raised.value.problems
+    assert p.code == "HS410"
+    assert not [word for word in ("nothing came", "no progress") if word in str(p.got)], p.got
+    assert psutil.wait_procs(below, timeout=10)[1] == []

@@ -121,6 +121,11 @@ def test_a_server_gives_the_same(llama, tmp_path):
         suite.teardown_class()
 
 
+def test_a_scheduler_that_is_killed_ends_the_run_at_once(llama):
+    """As the kernel kills one when memory is used up: SGLang tells its parent by a signal, or nobody."""
+    real.killed(OneArchitecture, llama, "sglang::scheduler")
+
+
 def test_what_ran_is_what_is_kept():
     """The last test of this file."""
     real.Ran.is_what_is_kept("sglang", parse_version("sglang", importlib.metadata.version("sglang")))

@@ -291,6 +291,10 @@ def test_two_ranks_of_tensor_parallelism_give_each_file_once(llama):
         suite.teardown_class()
 
 
+def test_a_worker_that_is_killed_ends_the_run_at_once(llama):
+    real.killed(OneArchitecture, llama, "VLLM::Worker", {"tensor_parallel": "2"})
+
+
 def test_what_ran_is_what_is_kept():
     """The last test of this file."""
     real.Ran.is_what_is_kept("vllm", VllmExtractor().version())

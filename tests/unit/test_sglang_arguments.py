@@ -204,3 +204,20 @@ def test_an_engine_that_does_nothing_is_given_up_before_whoever_waits_for_it_doe
     asker._submit = lambda _request: Future()
     with pytest.raises(RuntimeError, match=r"nothing came for 0\.24 s"):
         list(asker.run([Ask(request="r-0", prompt=(5,))]))
+
+
+def test_an_engine_that_lost_a_process_ends_the_run_at_once(tmp_path):
+    """After what had come: nothing of it is lost."""
+
+    def respond(request, _sampling):
+        asker._died = True
+        wrote(tmp_path, request, request.ask.prompt)
+        return finished()
+
+    asker = Asker(tmp_path, respond)
+    asker.in_flight = 1
+    found = asker.run([Ask(request="r-0", prompt=(5,)), Ask(request="r-1", prompt=(6,))])
+    assert isinstance(next(found), Answer)
+    asker._submit = lambda _request: Future()
+    with pytest.raises(RuntimeError, match="a process of it has died"):
+        next(found)

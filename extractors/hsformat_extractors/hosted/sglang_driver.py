@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import secrets
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -48,6 +49,8 @@ class SglangAsker(ABC):
     _asked: int = 0
     _stall_s: float = 0.0
     """An engine that neither answers nor leaves a file for so long is given up; its own watchdog ends it after 300."""
+    _died: bool = False
+    """It has said that one of its processes ended or failed."""
 
     def __init__(self) -> None:
         self.beat = Beat()
@@ -66,6 +69,8 @@ class SglangAsker(ABC):
             if parts.look() or done:
                 moved = time.monotonic()
                 self.beat()
+            elif self._died:
+                raise self._lost(ChildProcessError("a process of it has died"))
             elif time.monotonic() - moved > self._stall_s:
                 late = f"nothing came for {self._stall_s:g} s, with {len(flying)} requests in hand"
                 raise self._lost(TimeoutError(late))
@@ -195,6 +200,7 @@ class SglangDriver(SglangAsker):
         self._loop = self._engine.loop
         self._thread = threading.Thread(target=self._engine.loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
+        self._heed_signals()
         told = provenance(info, {k: v for k, v in arguments.items() if k not in ("model_path", "forward_hooks")})
         return {**told, "max_tokens": min(told["max_tokens"], context)}
 
@@ -208,6 +214,19 @@ class SglangDriver(SglangAsker):
             self._thread.join(timeout=10)
         engine.shutdown()
         self.parts.clear()
+
+    def _heed_signals(self) -> None:
+        """Take back the signals that SGLang has given to its event loop, which heeds none outside of the main thread.
+
+        SIGQUIT is what a scheduler that failed sends to its parent, and SGLang's watchdog to itself when a process was
+        killed (0.5.23, managers/tokenizer_manager.py and utils/watchdog.py). Until here it ended this process.
+        """
+
+        def died(*_: object) -> None:
+            self._died = True
+
+        signal.signal(signal.SIGQUIT, died)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _submit(self, request: Request) -> Future[Mapping[str, Any]]:
         if self._engine is None or self._loop is None:
