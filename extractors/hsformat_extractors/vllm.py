@@ -72,6 +72,12 @@ class VllmExtractor(HostedExtractor):
             fix="say --model, --dtype or --batch-tokens",
         ),
         Forbidden(
+            names=("generation_config", "override_generation_config"),
+            allowed=("vllm",),
+            why="answers are drawn as the command says, whatever a file of the folder says",
+            fix="say --temperature, --top-p or --top-k",
+        ),
+        Forbidden(
             names=(
                 "quantization",
                 "quantization_config",

@@ -7,11 +7,16 @@ ran is compared with ``hsformat/engines/ran``; ``HSFORMAT_CAPTURES=FILE`` writes
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
+import shutil
+import socket
 import sys
+import time
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,7 +30,7 @@ from hsformat.target.checkpoint import read_header, read_tensor
 from hsformat.testing import ExtractorConformance
 from hsformat.testing._harness import errors
 from hsformat_extractors.hosted.final_norm import after, final_norm_facts, load_weights
-from hsformat_extractors.hosted.vllm_serve import serve_command
+from hsformat_extractors.hosted.vllm_serve import main
 from hsformat_extractors.hosted.vllm_setup import FAILED
 from hsformat_extractors.hosted.wire import TOKENS
 from hsformat_extractors.probes import tiny
@@ -204,37 +209,65 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_server_gives_the_same(llama, tmp_path):
+def answers_of_transformers(folder: Path, prompt: list[int]) -> list[int]:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=GREEDY.max_new_tokens)
+    out: list[int] = target.generate(torch.tensor([prompt]), greedy)[0].tolist()
+    return out
+
+
+def ask_and_go_away(port: int, prompts: list[list[int]]) -> None:
+    """As a client that is killed: vLLM aborts its requests, of whose prompts a part has been run."""
+    sockets = []
+    for prompt in prompts:
+        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+        connection = socket.create_connection(("127.0.0.1", port))
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}".encode() + body)
+        sockets.append(connection)
+    time.sleep(0.05)
+    for connection in sockets:
+        connection.close()
+
+
+def test_a_server_gives_the_same(llama, tmp_path, capsys):
     """Started as its command is printed; killed, it ends the run, and what was written stays."""
     storage, port = tmp_path / "storage", 8123
     storage.mkdir()
-    version = VllmExtractor().version()
-    command = serve_command(llama, ["d1", "d4", "d4n"], storage=str(storage), version=version)
-    further = ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--max-num-batched-tokens", "64",
-               "--max-num-seqs", "16"]  # fmt: skip
-    assert command[:2] == ["vllm", "serve"]
-    # The command "vllm" of the CPU build asks for a distribution "vllm", which that build is not.
-    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *command[2:]]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1",
-                   "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+    own = shutil.copytree(llama, tmp_path / "own")
+    usual = {"repetition_penalty": 1.9, "top_k": 20, "top_p": 0.8, "temperature": 0.6, "do_sample": True}
+    (own / "generation_config.json").write_text(json.dumps(usual))
+    further = ["--port", str(port), "--host", "127.0.0.1", "--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
+    assert main([str(own), "--captures", "d1,d4,d4n", "--storage", str(storage), "--", *further]) == 0
+    *environment, python, module, name = shlex.split(printed := capsys.readouterr().out)[:6]
+    assert (python, module, name) == ("python", "-m", "vllm.entrypoints.openai.api_server")
+    words = [sys.executable, *shlex.split(printed)[4:]]
+    # Without that, so that what the requests say is seen to be enough for a server that was started otherwise.
+    words[words.index("--generation-config") + 1] = "auto"
     url = f"http://127.0.0.1:{port}"
 
     class OnServer(OneArchitecture):
         model = llama
         options: ClassVar[dict[str, str]] = {"server": url, "timeout": "60"}
 
-    with real.Server([*module, *further], tmp_path / "server.log", environment, f"{url}/health",
-                     said=shlex.join(command)) as server:  # fmt: skip
+    told = dict(word.split("=", 1) for word in environment)
+    with real.Server(words, tmp_path / "server.log", told, f"{url}/health", said=printed) as server:
         suite = OnServer()
+        ask_and_go_away(port, [s.input_ids.tolist() for s in suite.samples(*[200] * 12, seed=3)])
         request = suite.request("d1", "d4", "d4n")
         for record in suite.records(request, suite.samples(200, 1, 127, 128, 129, 17)).values():
             suite.assert_states(record, "float32", 4)
-        assert list(storage.iterdir()) == []
+        assert [p for p in storage.iterdir() if not p.name.endswith(FAILED)] == []  # those of who went away
         suite.teardown_class()
         answers = suite.request("d1", "d4", "d4n", generation=GREEDY)
-        for record in suite.records(answers, suite.samples(5, 9, prompt=True)).values():
+        for sample in suite.samples(5, 9, 30, prompt=True):
+            (record,) = suite.records(answers, [sample]).values()
             assert record.num_states == record.num_tokens - 1
             suite.assert_states(record, "float32", 4)
+            assert record.input_ids.tolist() == answers_of_transformers(llama, sample.input_ids.tolist())
         server.kill()
         with pytest.raises(HsError, match="does not answer any more"):
             suite.records(answers, suite.samples(5, 9, prompt=True))
@@ -276,6 +309,21 @@ def test_rows_that_come_from_a_device_are_written_as_those_of_the_host(llama, tm
         )
     assert (tmp_path / f"s.safetensors{FAILED}").read_text()
     assert not (tmp_path / "s.safetensors").exists()
+
+
+def test_a_request_that_was_aborted_between_two_passes_ends_no_engine(tmp_path):
+    """It has fewer blocks than its prompt needs; that was an error of the worker, which ended vLLM."""
+    import torch
+
+    from hsformat_extractors.hosted.vllm_connector import HiddenStatesConnector
+
+    connector = HiddenStatesConnector.__new__(HiddenStatesConnector)
+    connector._kv_cache, connector._block_size, connector._is_tp_rank_zero = torch.zeros(4, 2, 16, 8), 16, True
+    connector._req_copy_events, connector._lock_fds, path = {}, {}, tmp_path / "a.safetensors"
+    pending = SimpleNamespace(req_id="a", filename=str(path), token_ids=torch.arange(40), block_ids=[1])
+    connector._submit_async_write(pending)
+    assert connector._req_copy_events["a"].query()  # so that its blocks are given back
+    assert "1 blocks of 16 for 40 tokens" in path.with_name(path.name + FAILED).read_text()
 
 
 def test_two_ranks_of_tensor_parallelism_give_each_file_once(llama):

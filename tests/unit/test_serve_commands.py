@@ -122,7 +122,8 @@ def test_vllm_on_a_cpu_compiles_nothing(capsys):
     assert "--enforce-eager" not in capsys.readouterr().out
     assert vllm("--cpu") == 0
     words = shlex.split(capsys.readouterr().out)
-    assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(TINY)]
+    assert "VLLM_CPU_KVCACHE_SPACE=1" in words[:3]  # 0.32.0 asks for 92% of all memory otherwise, and ends
+    assert words[3:8] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(TINY)]
     assert words.count("--enforce-eager") == 1
 
 
@@ -138,6 +139,29 @@ def test_vllm_the_build_that_is_installed_says_whether_it_is_for_a_cpu(
     monkeypatch.syspath_prepend(tmp_path)
     assert vllm_serve.main([str(TINY), "--captures", "d1", "--storage", "/mnt/hs"]) == 0
     assert capsys.readouterr().out.count("--enforce-eager") == cpu
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("--enable-prefix-caching",), "enable_prefix_caching"),
+        (("--port", "1", "--pipeline-parallel-size", "2"), "pipeline_parallel_size"),
+        (("-pp=2",), "pipeline_parallel_size"),
+        (("--quantization", "fp8"), "quantization"),
+        (("-q", "fp8"), "quantization"),
+        (("--hf-overrides", '{"rope_theta": 5}'), "hf_overrides"),
+        (("--generation-config", "auto"), "generation_config"),
+    ],
+)
+def test_vllm_further_words_that_break_extraction_are_refused(words, name, capsys):
+    assert vllm("--", *words) == 2
+    assert_refused(capsys, "HS410", name)
+
+
+def test_vllm_further_words_of_a_server_are_passed_on(capsys):
+    further = ("--tensor-parallel-size", "8", "-tp", "2", "--no-enable-prefix-caching", "--load-format", "auto")
+    assert vllm("--", *further) == 0
+    assert capsys.readouterr().out.endswith(f" {' '.join(further)}\n")
 
 
 def test_sglang_a_server_of_sampled_answers_heeds_seeds(capsys):

@@ -31,6 +31,9 @@ TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
 HIDDEN = describe(TINY).model.hidden_size
 LAYERS = describe(TINY).model.num_layers
 LAST = f"d{LAYERS}"
+NEUTRAL = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
+}  # fmt: skip
 
 
 def launch(tmp_path: Path, *captures: str, **facts: Any) -> Launch:
@@ -99,10 +102,15 @@ def test_an_answer_is_drawn_by_its_own_seed_and_ends_at_the_stop_tokens_of_the_l
     )
     told = sampling_arguments(given, Ask(request="a", prompt=(3,), seed=5, max_new_tokens=4))
     assert told == {
-        "max_tokens": 4, "stop_token_ids": [2, 7], "ignore_eos": True, "temperature": 0.7, "seed": 5,
+        "max_tokens": 4, "stop_token_ids": [2, 7], "ignore_eos": True, "temperature": 0.7, "seed": 5, **NEUTRAL,
     }  # fmt: skip
+    drawn = launch(tmp_path, max_new_tokens=9, sampling={"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 1})
+    told = sampling_arguments(drawn, Ask(request="a", prompt=(3,)))
+    assert (told["top_k"], told["top_p"], told["repetition_penalty"]) == (5, 0.9, 1.0)
     greedy = launch(tmp_path, max_new_tokens=9, stop_token_ids=(2,))
-    assert "seed" not in sampling_arguments(greedy, Ask(request="a", prompt=(3,)))
+    told = sampling_arguments(greedy, Ask(request="a", prompt=(3,)))
+    assert "seed" not in told
+    assert {k: told[k] for k in NEUTRAL} == NEUTRAL  # a server fills in the folder's own otherwise
     assert sampling_arguments(launch(tmp_path), Ask(request="a", prompt=(3,)))["max_tokens"] == 1
 
 
@@ -131,6 +139,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.storage, self.stock, self.version, self.told = storage, stock, version, told
         self.root, self.healthy = str(TINY), True
+        self.device: str | None = None
         self.key: str | None = None
         self.seen: list[dict[str, Any]] = []
         self.busy = self.most = 0
@@ -146,7 +155,7 @@ class FakeServer(ThreadingHTTPServer):
         self.server_close()
 
 
-REFUSED, FAILS, NO_FILE, NOT_WRITTEN, DIES, NO_CONNECTOR, NO_CHOICES = 90, 91, 92, 93, 94, 95, 96
+REFUSED, FAILS, NO_FILE, NOT_WRITTEN, DIES, NO_CONNECTOR, NO_CHOICES, SILENT = range(90, 98)
 
 
 def states(ids: list[int]) -> np.ndarray:
@@ -193,6 +202,9 @@ class _Handler(BaseHTTPRequestHandler):
         prompt, new = asked["prompt"], list(range(50, 50 + asked["max_tokens"]))
         time.sleep(0.01)
         wrong = prompt[0]
+        if wrong == SILENT:
+            time.sleep(3)
+            return
         if wrong == DIES:
             self.server.socket.close()
             threading.Thread(target=self.server.die).start()
@@ -230,7 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             time.sleep(0.02)
             part = path.with_suffix(".part")
-            save_file({"d1": h[:, 0].copy(), LAST: h[:, 1].copy(), TOKENS: ids}, part)
+            about = None if self.server.device is None else {EXTRA: json.dumps({"device": self.server.device})}
+            save_file({"d1": h[:, 0].copy(), LAST: h[:, 1].copy(), TOKENS: ids}, part, metadata=about)
             part.rename(path)
 
 
@@ -421,6 +434,9 @@ def test_a_full_disk_ends_the_run_instead_of_each_request(tmp_path):
         not_written("r", failed)
     assert e.value.errno == errno.ENOSPC
     assert not failed.exists()
+    failed.touch()  # there was no space to say why
+    with pytest.raises(OSError, match="No space"):
+        not_written("r", failed)
 
 
 @pytest.mark.parametrize(
@@ -443,6 +459,45 @@ def test_one_request_fails_and_the_others_do_not(tmp_path, storage, first, again
     assert isinstance(fault, Fault)
     assert (fault.again, said in fault.message) == (again, True), fault.message
     assert isinstance(out["good"], Answer)
+
+
+def test_an_engine_that_hangs_behind_a_server_that_lives_ends_the_run(tmp_path, storage):
+    """``/health`` answers on: every record was given up for its own sake, at two time-outs a record."""
+    server = FakeServer(storage)
+    driver = started(server, launch(tmp_path, options={"server": server.url, "timeout": "1", "concurrency": "2"}))
+    done: list[Answer | Fault] = []
+    with pytest.raises(HsError, match="no answer to any request") as e:
+        done.extend(
+            driver.run([Ask(request="a", prompt=(3,)), *(Ask(request=f"b{i}", prompt=(SILENT,)) for i in range(9))])
+        )
+    assert [p.code for p in e.value.problems] == ["HS410"]
+    assert [a.request for a in done][:1] == ["a"]
+    assert len(server.seen) < 9
+
+
+def test_one_request_that_is_not_answered_is_given_up_where_others_are(tmp_path, storage):
+    server = FakeServer(storage)
+    driver = started(server, launch(tmp_path, options={"server": server.url, "timeout": "1", "concurrency": "2"}))
+    asks = [Ask(request="bad", prompt=(SILENT,)), *(Ask(request=f"r{i}", prompt=(3, i)) for i in range(60))]
+    out = {a.request: a for a in driver.run(asks)}
+    assert [r for r, a in out.items() if isinstance(a, Fault)] == ["bad"]
+    assert len(out) == 61
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False), (None, False)])
+def test_drawn_answers_of_a_server_on_a_cpu_are_refused(tmp_path, storage, device, refused):
+    """It dies of the first such request, the trial's as well."""
+    server = FakeServer(storage)
+    server.device = device
+    drawn = {"sampling": {"temperature": 0.7, "seed": 1}, "max_new_tokens": 4, "options": {"server": server.url}}
+    if refused:
+        with pytest.raises(HsError, match="on a CPU"):
+            started(server, launch(tmp_path, **drawn))
+    else:
+        started(server, launch(tmp_path, **drawn)).stop()
+    assert [asked["temperature"] for asked in server.seen] == [0.0]
+    greedy = {**drawn, "sampling": {}}
+    started(server, launch(tmp_path, **greedy)).stop()
 
 
 def test_files_that_killed_clients_left_are_removed_once_they_are_old(tmp_path, storage):

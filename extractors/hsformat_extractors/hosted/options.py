@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from hsformat.problems import HsError, Problem, problem
 from hsformat_extractors.hosted.staging import MIB
 
 __all__ = [
-    "API_KEY", "SHARED", "EngineOption", "Forbidden", "Settings", "at_least", "engine_arguments", "option_problems",
-    "request_seconds", "without_secrets",
+    "API_KEY", "SHARED", "EngineOption", "Forbidden", "Settings", "at_least", "engine_arguments", "forbidden_problems",
+    "option_problems", "request_seconds", "without_secrets",
 ]  # fmt: skip
 
 
@@ -154,17 +154,31 @@ def option_problems(
             yield problem("HS410", where=f"option {name}", got=options[name], expected=option.expected,
                           fix="give such a value")  # fmt: skip
     if _json_object(options.get("engine_args", "")):
-        arguments = engine_arguments(options)
-        for rule in forbidden:
-            for name in rule.names:
-                if name in arguments and not any(_equal(arguments[name], v) for v in rule.allowed):
-                    yield problem("HS410", where=f"option engine_args: {name}", got=json.dumps(arguments[name]),
-                                  expected=_allowed(rule), fix=rule.fix)  # fmt: skip
+        yield from forbidden_problems(engine_arguments(options), forbidden, where="option engine_args")
     if "engine_profile" in options:
         try:
             load_profile(options["engine_profile"])
         except HsError as e:
             yield from (p.at("option engine_profile") for p in e.problems)
+
+
+def forbidden_problems(
+    arguments: Mapping[str, Any], forbidden: Iterable[Forbidden], *, where: str
+) -> Iterator[Problem]:
+    """Yield HS410 for each argument of an engine that a rule forbids.
+
+    Parameters
+    ----------
+    arguments
+        By name, as the engine's own API calls them.
+    where
+        Where they were given.
+    """
+    for rule in forbidden:
+        for name in rule.names:
+            if name in arguments and not any(_equal(arguments[name], v) for v in rule.allowed):
+                yield problem("HS410", where=f"{where}: {name}", got=json.dumps(arguments[name]),
+                              expected=_allowed(rule), fix=rule.fix)  # fmt: skip
 
 
 def engine_arguments(options: Mapping[str, str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from hsformat.dtypes import as_array
 from hsformat.maintain.finalnorm import FinalNormWeights
 from hsformat_extractors.hosted.final_norm import after, load_weights
-from hsformat_extractors.hosted.vllm_setup import EXTRA, FAILED
+from hsformat_extractors.hosted.vllm_setup import DEVICE, EXTRA, FAILED
 from hsformat_extractors.hosted.wire import TOKENS
 
 __all__ = ["HiddenStatesConnector"]
@@ -57,7 +57,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         self._final_norm: dict[str, Any] | None = told["final_norm"]
         self._norm: FinalNormWeights | None = None
         self._folder = str(vllm_config.model_config.model)
-        self._about = {EXTRA: json.dumps(told)}
+        self._about = {EXTRA: json.dumps({**told, DEVICE: str(vllm_config.device_config.device_type)})}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the cache of states, after checking that it has a slot for each layer id."""
@@ -77,8 +77,12 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             return
         tokens_T = torch.arange(len(pending.token_ids))
         block_ids = torch.tensor(pending.block_ids, dtype=torch.long)
-        if len(block_ids) * self._block_size < len(tokens_T):
-            raise ValueError(f"{len(block_ids)} blocks of {self._block_size} for {len(tokens_T)} tokens")
+        if len(block_ids) * self._block_size < len(tokens_T):  # it was aborted between two passes of its prompt
+            self._req_copy_events[pending.req_id] = _DONE
+            _note(pending.filename, f"{len(block_ids)} blocks of {self._block_size} for {len(tokens_T)} tokens")
+            if (lock := self._lock_fds.pop(pending.req_id, None)) is not None:
+                os.close(lock)
+            return
         blocks_T, within_T = block_ids[tokens_T // self._block_size], tokens_T % self._block_size
         # Copied before this returns: the blocks belong to others as soon as the request counts as sent.
         rows = [cache[blocks_T, slot, within_T] for slot in range(cache.shape[1])]
@@ -105,9 +109,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         except (OSError, RuntimeError, ValueError, SafetensorError) as e:
             with contextlib.suppress(OSError):
                 Path(part).unlink(missing_ok=True)
-            note = Path(f"{filename}{FAILED}.part")  # no reader sees half of it
-            note.write_text(f"{type(e).__name__}: {e}", encoding="utf-8")
-            os.replace(note, filename + FAILED)
+            _note(filename, f"{type(e).__name__}: {e}")
             raise
         finally:
             if lock_fd is not None:
@@ -123,6 +125,15 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
                 h_TH = torch.from_numpy(normed_TH.view(np.uint8)).view(h_TH.dtype)
             out[key] = h_TH
         return out
+
+
+def _note(filename: str, text: str) -> None:
+    """Say beside a file why it is not there; no reader sees half of it. Where there is no space for it, it is empty."""
+    part = Path(f"{filename}{FAILED}.part")
+    with contextlib.suppress(OSError):
+        part.write_text(text, encoding="utf-8")
+    with contextlib.suppress(OSError):  # whoever waits for it gives up in time
+        os.replace(part, filename + FAILED)
 
 
 class _Done:

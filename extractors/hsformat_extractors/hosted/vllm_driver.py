@@ -25,6 +25,7 @@ from hsformat_extractors.hosted.final_norm import final_norm_facts
 from hsformat_extractors.hosted.options import request_seconds
 from hsformat_extractors.hosted.preflight import installed_version
 from hsformat_extractors.hosted.vllm_setup import (
+    CPU_ENVIRONMENT,
     FAILED,
     not_written,
     speculation,
@@ -134,9 +135,11 @@ class VllmDriver:
                     moved = time.monotonic()  # however long the caller took
                 elif time.monotonic() - moved > self._timeout:
                     late = f"nothing came for {self._timeout:.0f} s"
-                    for request in sorted(running | set(written)):
-                        what = "no answer" if request in running else "no file of its states"
-                        yield Fault(request=request, message=f"{what}: {late}", again=True)
+                    if running:
+                        in_hand = f"with {len(running)} requests in hand"
+                        raise TimeoutError(f"vLLM does not answer any more: {late}, {in_hand}")
+                    for request in sorted(written):
+                        yield Fault(request=request, message=f"no file of its states: {late}", again=True)
                     return
                 elif not running:
                     time.sleep(_PAUSE)
@@ -172,19 +175,28 @@ class VllmDriver:
                 yield Fault(request=ask.request, message=str(e))
 
 
+_NEUTRAL = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
+}  # fmt: skip
+
+
 def sampling_arguments(launch: Launch, ask: Ask) -> dict[str, Any]:
     """Return what vLLM's ``SamplingParams`` and its server both take.
 
     Where states of given tokens are wanted, one token is written, which vLLM cannot do without. The stop tokens are
     those of the launch alone: ``ignore_eos`` leaves out those that vLLM reads in the model's folder. An answer is drawn
     by the request's own seed, so that it does not depend on what runs beside it.
+
+    Whatever is not asked for is said to be neutral: a server fills it from the folder's ``generation_config.json``
+    (0.32.0, ``get_diff_sampling_param``), under which a greedy answer is not what the target says.
     """
     if not launch.max_new_tokens:
-        return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        return {**_NEUTRAL, "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     sampling = {k: launch.sampling[k] for k in ("temperature", "top_p", "top_k") if launch.sampling.get(k) is not None}
     if sampling:
         sampling["seed"] = ask.seed if ask.seed is not None else launch.sampling.get("seed")
     return {
+        **_NEUTRAL,
         "max_tokens": min(launch.max_new_tokens, ask.max_new_tokens or launch.max_new_tokens),
         "stop_token_ids": list(launch.stop_token_ids),
         "ignore_eos": True,
@@ -239,8 +251,7 @@ def _prepare() -> bool:
 
     if not current_platform.is_cpu():
         return False
-    cpu = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    for name, value in cpu.items():
+    for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     return True
 

@@ -26,13 +26,17 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from hsformat.engines.table import parse_version
 from hsformat.problems import HsError, problem
 from hsformat.target import describe
+from hsformat_extractors.hosted.options import forbidden_problems
 from hsformat_extractors.hosted.preflight import installed_version, version_problems
-from hsformat_extractors.hosted.vllm_setup import speculation, transfer, wanted_slots
+from hsformat_extractors.hosted.vllm_setup import CPU_ENVIRONMENT, speculation, transfer, wanted_slots
 from hsformat_extractors.vllm import VllmExtractor
 
 __all__ = ["main", "serve_command"]
@@ -78,7 +82,7 @@ def serve_command(
     started = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if cpu else ["vllm", "serve"]
     return [
         *started, str(model.absolute()), *(["--enforce-eager"] if cpu else []),
-        "--dtype", target.dtype, "--skip-tokenizer-init", "--no-enable-prefix-caching",
+        "--dtype", target.dtype, "--skip-tokenizer-init", "--no-enable-prefix-caching", "--generation-config", "vllm",
         "--speculative-config", json.dumps(speculation(slots)),
         "--kv-transfer-config", json.dumps(transfer(slots, storage=str(Path(storage).absolute()), final_norm=norm)),
     ]  # fmt: skip
@@ -100,14 +104,43 @@ def main(words: Sequence[str] | None = None) -> int:
         version = args.vllm_version or _installed()
         captures = [key.strip() for key in args.captures.split(",")]
         cpu = args.cpu or (args.vllm_version is None and _built_for_a_cpu())
+        _refuse_forbidden(further)
         command = serve_command(args.model, captures, storage=args.storage, version=version, dtype=args.dtype, cpu=cpu)
     except HsError as e:
         print(e, file=sys.stderr)
         return 2
-    print(shlex.join([*command, *further]))
+    environment = [f"{name}={value}" for name, value in CPU_ENVIRONMENT.items()] if cpu else []
+    print(*environment, shlex.join([*command, *further]))
     folder = shlex.quote(str(Path(args.storage).absolute()))
     print(f"# Before it, on a place that server and extractor both see: mkdir -p {folder}", file=sys.stderr)
     return 0
+
+
+_SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "q": "quantization"}
+"""Short names of arguments of ``vllm serve`` (0.32.0, engine/arg_utils.py)."""
+_A_SERVER_S = {"tensor_parallel_size", "data_parallel_size", "max_num_batched_tokens"}
+"""Arguments that have an option of their own in one process, and none here."""
+
+
+def _refuse_forbidden(words: Sequence[str]) -> None:
+    """Refuse further words of the command that the extractor forbids in ``engine_args``.
+
+    Raises
+    ------
+    HsError
+        HS410, one problem a word.
+    """
+    given: dict[str, Any] = {}
+    for word, after in pairwise([*words, "--"]):
+        if word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = _SHORT.get(name, name.replace("-", "_"))
+            given[name] = value if equals else True if after.startswith("-") else after
+    rules = [
+        replace(rule, names=tuple(n for n in rule.names if n not in _A_SERVER_S)) for rule in VllmExtractor.forbidden
+    ]
+    if problems := [*forbidden_problems(given, rules, where="after --")]:
+        raise HsError(problems)
 
 
 def _installed() -> str:

@@ -18,12 +18,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from hsformat.maintain.finalnorm import FinalNormWeights
@@ -41,7 +42,7 @@ from hsformat_extractors.hosted.servers import (
     require_health,
 )
 from hsformat_extractors.hosted.vllm_driver import sampling_arguments
-from hsformat_extractors.hosted.vllm_setup import FAILED, Slots, not_written, wanted_slots
+from hsformat_extractors.hosted.vllm_setup import DEVICE, EXTRA, FAILED, Slots, not_written, wanted_slots
 from hsformat_extractors.hosted.wire import TOKENS, Answer, Ask, Fault, Launch
 
 __all__ = ["VllmServerDriver"]
@@ -74,6 +75,17 @@ class _Server:
     timeout: float
 
 
+@dataclass
+class _Heard:
+    """When the server last answered any request of many."""
+
+    at: float = 0.0
+
+
+class _Late(Fault):
+    """The server said nothing to a request for as long as it is waited for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Session:
     """What requests need: a launch, and what was found out about the server."""
@@ -85,6 +97,7 @@ class _Session:
     slots: Slots
     norm: FinalNormWeights | None
     leftovers: Leftovers
+    heard: _Heard = field(default_factory=lambda: _Heard())
 
 
 class VllmServerDriver:
@@ -154,11 +167,12 @@ class VllmServerDriver:
         Raises
         ------
         HsError
-            HS410: it does not answer any more, or writes other captures than are wanted; what came before was yielded.
+            HS410: it does not answer any more, not even an engine that hangs behind a server that lives; or it writes
+            other captures than are wanted. What came before was yielded.
         """
         if self._session is None or self._pool is None:
             raise RuntimeError("start() comes first")
-        futures: list[Future[Answer | Fault]] = [self._pool.submit(_one, self._session, ask) for ask in asks]
+        futures: list[Future[Answer | Fault]] = [self._pool.submit(_one_of_many, self._session, ask) for ask in asks]
         lost: HsError | None = None
         waiting = set(futures)
         try:
@@ -212,14 +226,21 @@ def _ask_server(server: _Server) -> tuple[str, dict[str, Any]]:
 def _try(session: _Session) -> None:
     """Run three tokens and see their states arrive here, before hours of requests whose files nobody sees.
 
+    Greedily: a server without an accelerator dies when it draws (0.32.0).
+
     Raises
     ------
     HsError
-        HS410: they do not, or are other captures than are wanted.
+        HS410: they do not, or are other captures than are wanted; answers are to be drawn, and the server has no
+        accelerator.
     """
     prompt = tuple(t % session.launch.vocab_size for t in (1, 2, 3))
     ask = Ask(request=f"hs{secrets.token_hex(4)}-trial", prompt=prompt, max_new_tokens=1)
-    limited = replace(session, server=replace(session.server, timeout=min(_TRIAL_S, session.server.timeout)))
+    limited = replace(
+        session,
+        server=replace(session.server, timeout=min(_TRIAL_S, session.server.timeout)),
+        launch=replace(session.launch, sampling={}),
+    )
     found = _one(limited, ask)
     if isinstance(found, Fault):
         folder = "the folder that it names" if session.storage is None else f"{session.storage}"
@@ -229,11 +250,48 @@ def _try(session: _Session) -> None:
                     fix="give --option storage=FOLDER, the server's folder as it is named here; or start the server as "
                     "python -m hsformat_extractors.hosted.vllm_serve prints")
         )  # fmt: skip
-    (Path(session.launch.staging) / found.file).unlink()
+    file = Path(session.launch.staging) / found.file
+    device = _device(file)
+    file.unlink()
+    if device == "cpu" and session.launch.sampling:
+        raise HsError(
+            problem("HS410", where="generation: sampled", got=f"server {session.server.url}: vLLM on a CPU",
+                    expected="an accelerator: on a CPU it draws wrongly, or dies of it",
+                    fix="generate greedily, or use another engine on a CPU")
+        )  # fmt: skip
+
+
+def _device(file: Path) -> str | None:
+    """Return the kind of device that our connector says in a file; None: vLLM's own connector, which does not."""
+    with safe_open(file, framework="numpy") as opened:
+        about = json.loads((opened.metadata() or {}).get(EXTRA, "{}"))
+    return about.get(DEVICE) if isinstance(about, dict) else None
+
+
+def _one_of_many(session: _Session, ask: Ask) -> Answer | Fault:
+    """Run one request, in a thread.
+
+    Raises
+    ------
+    HsError
+        HS410: it was not answered, nor was any other for as long; what the server wrote is no state of this target.
+    """
+    began = time.monotonic()
+    found = _one(session, ask)
+    if not isinstance(found, _Late):
+        session.heard.at = time.monotonic()
+    elif session.heard.at < began:
+        raise HsError(
+            problem("HS410", where=f"server {session.server.url}",
+                    got=f"no answer to any request for {session.server.timeout:g} s: {found.message}",
+                    expected="a server that answers",
+                    fix="look at the server's log and start it again, or give --option timeout if it needs longer; "
+                    "what is committed stays, and the same command goes on from there")
+        )  # fmt: skip
+    return found
 
 
 def _one(session: _Session, ask: Ask) -> Answer | Fault:
-    """Run one request, in a thread."""
     launch, server = session.launch, session.server
     body = {
         "model": session.model,
@@ -262,7 +320,8 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
         return Fault(request=ask.request, message=f"no answer as vLLM gives them: {e}", again=True)
     except (OSError, ValueError) as e:  # refused, reset, timed out, no JSON
         _require_health(server, f"{type(e).__name__}: {e}")
-        return Fault(request=ask.request, message=f"{type(e).__name__}: {e}", again=True)
+        late = isinstance(e, TimeoutError) or isinstance(getattr(e, "reason", None), TimeoutError)
+        return (_Late if late else Fault)(request=ask.request, message=f"{type(e).__name__}: {e}", again=True)
     answers = launch.max_new_tokens > 0
     answer = Answer(
         request=ask.request,
@@ -270,11 +329,13 @@ def _one(session: _Session, ask: Ask) -> Answer | Fault:
         file=f"{ask.request}.safetensors",
         next_token=new[0] if new and not answers else None,
     )
-    return _collect(session, answer, path if session.storage is None else session.storage / path.name)
+    return _collect(session, answer, path)
 
 
-def _collect(session: _Session, answer: Answer, path: Path) -> Answer | Fault:
-    """Wait for a file of the server, and take it into the staging folder in the wire's form."""
+def _collect(session: _Session, answer: Answer, told: Path) -> Answer | Fault:
+    """Wait for a file of the server, which has told its path; take it into the staging folder in the wire's form."""
+    path = told if session.storage is None else session.storage / told.name
+    told = told.parent
     launch, seconds, request = session.launch, session.server.timeout, answer.request
     session.leftovers.seen(path.parent, request)
     began = time.monotonic()
@@ -286,7 +347,7 @@ def _collect(session: _Session, answer: Answer, path: Path) -> Answer | Fault:
         if time.monotonic() - began > min(_FOLDER_S, seconds):
             check_folder(path.parent, url=session.server.url, option="storage")
         if time.monotonic() > deadline:
-            message = f"{path} did not appear in {seconds:.0f} s: is it a folder that both machines see?"
+            message = f"{path.name}, written to {told} there, did not appear in {path.parent} in {seconds:.0f} s"
             _require_health(session.server, message)
             return Fault(request=request, message=message, again=True)
         time.sleep(_LOOK)

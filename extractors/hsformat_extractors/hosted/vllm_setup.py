@@ -9,6 +9,7 @@ into a KV cache of their own (``v1/spec_decode/extract_hidden_states.py``), a co
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,8 @@ from hsformat.problems import HsError, Problem, problem
 from hsformat_extractors.hosted.wire import Fault
 
 __all__ = [
-    "CONNECTOR", "CONNECTOR_MODULE", "EXTRA", "FAILED", "Slots", "not_written", "speculation",
-    "transfer", "wanted_slots",
+    "CONNECTOR", "CONNECTOR_MODULE", "CPU_ENVIRONMENT", "DEVICE", "EXTRA", "FAILED", "Slots", "not_written",
+    "speculation", "transfer", "wanted_slots",
 ]  # fmt: skip
 
 CONNECTOR = "HiddenStatesConnector"
@@ -33,7 +34,15 @@ EXTRA = "hsformat"
 """Key of what our connector is told, in ``kv_connector_extra_config``, and of the same in the files that it writes."""
 
 FAILED = ".failed"
-"""Ends the name of a file that our connector writes in place of a file of states: its text says why there is none."""
+"""Ends the name of a file that our connector writes in place of a file of states: its text says why there is none.
+Empty: not even that could be written."""
+
+DEVICE = "device"
+"""Key of vLLM's kind of device, beside what our connector was told, in the files that it writes."""
+
+CPU_ENVIRONMENT = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""What vLLM needs where there is no accelerator: GiB of its cache, which it would take of all memory; threads that are
+bound to no core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +181,7 @@ def not_written(request: str, failed: Path) -> Fault:
     OSError
         ENOSPC: the disk is full, so that no other request will fare better.
     """
-    message = failed.read_text(encoding="utf-8")
+    message = failed.read_text(encoding="utf-8") or os.strerror(errno.ENOSPC)
     failed.unlink(missing_ok=True)
     if "No space left on device" in message or "Disk quota exceeded" in message:
         raise OSError(errno.ENOSPC, message, str(failed.parent))
