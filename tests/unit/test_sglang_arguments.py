@@ -169,6 +169,7 @@ def test_states_of_what_was_sent(tmp_path):
 def test_an_answer_has_a_state_less_than_tokens(tmp_path):
     def respond(request, sampling):
         assert (sampling["max_new_tokens"], sampling["stop_token_ids"]) == (4, [2])
+        assert (sampling["repetition_penalty"], sampling["top_k"], sampling["top_p"]) == (1.0, -1, 1.0)
         wrote(tmp_path, request, (5, 6, 7, 20, 21))
         return finished([20, 21, 2])
 

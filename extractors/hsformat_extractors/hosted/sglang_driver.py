@@ -139,7 +139,7 @@ class SglangAsker(ABC):
         if not limit:
             # Its token is thrown away: a request for none takes another way through the engine.
             return {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-        out: dict[str, Any] = {"max_new_tokens": limit, "temperature": 0.0, "no_stop_trim": True}
+        out: dict[str, Any] = {**_NEUTRAL, "max_new_tokens": limit, "temperature": 0.0, "no_stop_trim": True}
         out |= {k: v for k in ("temperature", "top_p", "top_k") if (v := launch.sampling.get(k)) is not None}
         if launch.stop_token_ids:
             out["stop_token_ids"] = list(launch.stop_token_ids)
@@ -236,6 +236,11 @@ class SglangDriver(SglangAsker):
         )
         return asyncio.run_coroutine_threadsafe(answer, self._loop)
 
+
+_NEUTRAL = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
+}  # fmt: skip
+"""Said to a server as well, which may have preferences of its own (0.5.23, ``preferred_sampling_params``)."""
 
 _MARGIN = 8
 """More context than the target has, of which no token is run: a prompt has to be 7 shorter than it (``provenance``)."""
