@@ -65,11 +65,13 @@ def main() -> int:
     )
     extractor = find_extractor("sglang")
     problems = extractor.preflight(request)
-    if not problems:
-        report = extract_to_store(extractor, samples, request=request, contract=contract, out=args.out)
-        problems = [*samples.summary.all_problems, *report.problems]
-        print(f"{report.written} written, {report.skipped} there already, {report.quarantined.total()} quarantined")
     for found in problems:
+        print(found, file=sys.stderr)
+    if any(p.severity is hs.Severity.ERROR for p in problems):
+        return 1
+    report = extract_to_store(extractor, samples, request=request, contract=contract, out=args.out)
+    print(f"{report.written} written, {report.skipped} there already, {report.quarantined.total()} quarantined")
+    for found in (problems := [*samples.summary.all_problems, *report.problems]):
         print(found, file=sys.stderr)
     if problems or report.exit_code:
         return 1

@@ -14,7 +14,21 @@ from hsformat_extractors.hosted.extractor import HostedExtractor
 from hsformat_extractors.hosted.options import API_KEY, EngineOption, Forbidden
 from hsformat_extractors.hosted.preflight import Ends
 
-__all__ = ["SglangExtractor"]
+__all__ = ["OTHER_MODEL", "SglangExtractor"]
+
+
+OTHER_MODEL = Forbidden(
+    names=(
+        "quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile", "torchao_config",
+        "quantization_param_path", "json_model_override_args", "model_override_args", "decrypted_config_file",
+        "model_config_parser", "revision", "load_format", "custom_weight_loader", "model_loader_extra_config",
+        "kv_cache_dtype", "enable_lora", "lora_paths",
+    ),
+    allowed=("auto", None, False),
+    why="another model than the folder describes would be run, under the contract of this one",
+    fix="leave it out; a quantised target is a folder of its own, whose config says so",
+)  # fmt: skip
+"""Arguments that make another model of the target's folder; of a server they are compared with what it tells."""
 
 
 class SglangExtractor(HostedExtractor):
@@ -38,8 +52,8 @@ class SglangExtractor(HostedExtractor):
         ),
         Forbidden(
             names=(
-                "speculative_algorithm", "speculative_draft_model_path", "enable_return_aux_hidden_states",
-                "return_aux_hidden_state_layer_ids", "forward_hooks",
+                "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model",
+                "enable_return_aux_hidden_states", "return_aux_hidden_state_layer_ids", "forward_hooks",
             ),
             why="states are taken out by them; a draft beside that truncates what is returned (sglang#26163)",
             fix="leave it out",
@@ -64,23 +78,13 @@ class SglangExtractor(HostedExtractor):
         ),
         Forbidden(
             names=(
-                "model_path", "dtype", "skip_tokenizer_init", "chunked_prefill_size", "max_prefill_tokens",
+                "model_path", "model", "dtype", "skip_tokenizer_init", "chunked_prefill_size", "max_prefill_tokens",
                 "random_seed", "allow_auto_truncate",
             ),
             why="it follows from the command",
             fix="say --model, --dtype, --batch-tokens or --seed",
         ),
-        Forbidden(
-            names=(
-                "quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile", "torchao_config",
-                "quantization_param_path", "json_model_override_args", "model_override_args", "decrypted_config_file",
-                "model_config_parser", "revision", "load_format", "custom_weight_loader", "model_loader_extra_config",
-                "kv_cache_dtype", "enable_lora", "lora_paths",
-            ),
-            allowed=("auto", None, False),
-            why="another model than the folder describes would be run, under the contract of this one",
-            fix="leave it out; a quantised target is a folder of its own, whose config says so",
-        ),
+        OTHER_MODEL,
         Forbidden(
             names=("trust_remote_code",), why="code of a model folder is never run", fix="use a model that SGLang knows"
         ),

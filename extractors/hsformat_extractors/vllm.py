@@ -108,7 +108,7 @@ class VllmExtractor(HostedExtractor):
     def further_problems(self, request: ExtractionRequest) -> Iterator[Problem]:
         """Refuse replicas in one process, which vLLM's ``LLM`` does not have."""
         replicas = request.options.get("data_parallel", "1")
-        if "server" not in request.options and replicas.isdigit() and int(replicas) > 1:
+        if "server" not in request.options and at_least(2)(replicas):
             yield problem("HS410", where="option data_parallel", got=replicas,
                           expected="1: vLLM runs several replicas behind a server alone",
                           fix="start a server of vLLM and give --option server=URL; or run one extraction a replica, "

@@ -144,6 +144,8 @@ def test_depths_that_the_engine_cannot_capture_are_refused(engine, architecture,
         ("sglang", {"speculative_algorithm": "EAGLE3"}),  # sglang#26163
         ("sglang", {"pp_size": 2}),  # sglang PR#39644
         ("sglang", {"disable_prefill_cuda_graph": False}),
+        ("sglang", {"kv-cache-dtype": "fp8_e5m2"}),  # the flag's spelling, which no rule has
+        ("vllm", {"--quantization": "fp8"}),
     ],
 )
 def test_arguments_under_which_states_are_lost_are_refused(engine, argument):
@@ -157,12 +159,14 @@ def test_arguments_under_which_states_are_lost_are_refused(engine, argument):
     ("name", "value"),
     [
         ("no_such_option", "1"), ("tensor_parallel", "0"), ("data_parallel", "two"), ("timeout", "-1"),
+        ("data_parallel", "²"),
         ("start_timeout", "nan"), ("staging_mib", "0"), ("window", "1.5"), ("engine_args", "[]"), ("server", "host:1"),
         ("engine_args", "{"), ("staging", ""), ("timeout", "1e308"), ("window", "9" * 5000),
     ],
 )  # fmt: skip
-def test_options_that_are_none_are_refused(name, value):
-    found = preflight("sglang", "d4", **{name: value})
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_options_that_are_none_are_refused(engine, name, value):
+    found = preflight(engine, "d4", **{name: value})
     assert [(p.code, p.where) for p in found] == [("HS410", f"option {name}")]
 
 

@@ -116,7 +116,8 @@ def test_the_command_of_a_server_is_printed(tmp_path, capsys):
     hooks = json.loads(command[command.index("--forward-hooks") + 1])
     assert hooks[0]["config"]["aux"] == ["d1", "d2"]
     assert command[command.index("--port") + 1] == "7"
-    for wrong in (["0.5.22"], ["0.5.23", "--engine-args", "[1]"], ["0.5.23", "--engine-args", '{"pp_size": 2}']):
+    refused = ("[1]", '{"pp_size": 2}', '{"pp-size": 2}', '{"--load-format": "dummy"}', '{"model": "/other"}')
+    for wrong in (["0.5.22"], *(["0.5.23", "--engine-args", given] for given in refused)):
         assert main([*words, "--engine-version", *wrong]) == 2
         assert "HS410" in capsys.readouterr().err
 

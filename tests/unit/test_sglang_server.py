@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -149,6 +150,10 @@ def test_a_subset_of_its_captures_and_answers(server, tmp_path):
         ({"pp_size": 2}, "pp_size"),
         ({"speculative_algorithm": "EAGLE3"}, "speculative_algorithm"),
         ({"cuda_graph_config": {"prefill": {"backend": "full"}}}, "cuda_graph_config"),
+        ({"json_model_override_args": '{"rope_theta": 50.0}'}, "json_model_override_args"),
+        ({"quantization": "fp8"}, "quantization"),
+        ({"load_format": "dummy"}, "load_format"),
+        ({"lora_paths": ["/l"]}, "lora_paths"),
     ],
 )
 def test_a_server_that_cannot_give_states_is_refused(server, tmp_path, changes, words):
@@ -156,6 +161,52 @@ def test_a_server_that_cannot_give_states_is_refused(server, tmp_path, changes, 
     with pytest.raises(HsError, match="HS410") as e:
         start(server, tmp_path)
     assert any(words in p.where for p in e.value.problems)
+
+
+def test_what_a_server_tells_where_nothing_was_given_is_no_other_model(server, tmp_path):
+    server.info |= {
+        "json_model_override_args": "{}", "quantization": None, "load_format": "auto", "kv_cache_dtype": "auto",
+        "torchao_config": "", "lora_paths": None, "enable_lora": None, "revision": None,
+        "model_loader_extra_config": "{}",
+    }  # fmt: skip
+    start(server, tmp_path)[0].stop()
+
+
+def test_a_quantised_target_is_served_as_its_folder_says(server, tmp_path):
+    model = shutil.copytree(TINY, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    server.info |= {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "model_path": str(model)}
+    start(server, tmp_path, model=str(model))[0].stop()
+
+
+@pytest.mark.parametrize("seconds", [0.6, None])
+def test_files_that_are_seen_later_than_the_answer_are_waited_for(server, tmp_path, seconds):
+    """As over NFS, where a folder is remembered for a while."""
+    generate, driver = server.generate, start(server, tmp_path)[0]
+    driver._late_s = 2.0
+    (hidden := tmp_path / "hidden").mkdir()
+
+    def late(body):
+        if len(body["input_ids"]) != 3:
+            return generate(body)
+        folder, server.writes = server.writes, hidden
+        found = generate(body)
+        server.writes = folder
+        (file,) = hidden.iterdir()
+        if seconds is not None:
+            threading.Timer(seconds, lambda: file.rename(folder / file.name)).start()
+        return found
+
+    server.generate = late
+    asks = [Ask(request="late", prompt=(3, 4, 5)), *(Ask(request=f"r{i}", prompt=(3, 4)) for i in range(3))]
+    found = {f.request: f for f in driver.run(asks[:1])} | {f.request: f for f in driver.run(asks[1:])}
+    assert all(isinstance(found[f"r{i}"], Answer) for i in range(3))
+    if seconds is not None:
+        assert isinstance(found["late"], Answer)
+    else:
+        assert "0 rows came, not 3" in found["late"].message
+        assert found["late"].again
 
 
 def test_a_server_of_other_captures_or_another_target_is_refused(server, tmp_path):

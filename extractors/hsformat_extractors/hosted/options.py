@@ -154,7 +154,15 @@ def option_problems(
             yield problem("HS410", where=f"option {name}", got=options[name], expected=option.expected,
                           fix="give such a value")  # fmt: skip
     if _json_object(options.get("engine_args", "")):
-        yield from forbidden_problems(engine_arguments(options), forbidden, where="option engine_args")
+        arguments = engine_arguments(options)
+        yield from (
+            problem("HS410", where=f"option engine_args: {name}", got=json.dumps(name),
+                    expected="a name with _ between its words, as the engine's own API has it",
+                    fix=f"say {name.strip('-').replace('-', '_')}")
+            for name in arguments
+            if not name.isidentifier()
+        )  # fmt: skip
+        yield from forbidden_problems(arguments, forbidden, where="option engine_args")
     if "engine_profile" in options:
         try:
             load_profile(options["engine_profile"])

@@ -49,6 +49,8 @@ class SglangAsker(ABC):
     _asked: int = 0
     _stall_s: float = 0.0
     """An engine that neither answers nor leaves a file for so long is given up; its own watchdog ends it after 300."""
+    _late_s: float = 0.0
+    """Seconds for which states are waited for when SGLang has answered; on a disk of this machine they are there."""
     _died: bool = False
     """It has said that one of its processes ended or failed."""
 
@@ -58,6 +60,7 @@ class SglangAsker(ABC):
     def run(self, asks: Sequence[Ask]) -> Iterator[Answer | Fault]:
         """See :class:`~hsformat_extractors.hosted.wire.Driver`. New requests are given as answers are taken."""
         waiting, flying = deque(asks), dict[Future[Mapping[str, Any]], Request]()
+        late: dict[Future[Mapping[str, Any]], float] = {}  # answered, and their states are still waited for
         parts, moved = self.parts, time.monotonic()
         while waiting or flying:
             while waiting and len(flying) < self.in_flight:
@@ -65,18 +68,28 @@ class SglangAsker(ABC):
                 request = Request(rid=f"{parts.run}-{self._asked}", ask=waiting.popleft())
                 parts.expect(request.rid)
                 flying[self._submit(request)] = request
-            done, _ = wait(flying, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            done, _ = wait(flying.keys() - late.keys(), timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            if late and not done:
+                time.sleep(_POLL_S)
             if parts.look() or done:
                 moved = time.monotonic()
                 self.beat()
             elif self._died:
                 raise self._lost(ChildProcessError("a process of it has died"))
             elif time.monotonic() - moved > self._stall_s:
-                late = f"nothing came for {self._stall_s:g} s, with {len(flying)} requests in hand"
-                raise self._lost(TimeoutError(late))
-            for future in done:
-                request = flying.pop(future)
-                answer = self._finish(request, future)
+                nothing = f"nothing came for {self._stall_s:g} s, with {len(flying)} requests in hand"
+                raise self._lost(TimeoutError(nothing))
+            for future in [*done, *late]:
+                request = flying[future]
+                try:
+                    answer = self._finish(request, future)
+                except Incomplete as e:
+                    now = time.monotonic()
+                    if now < late.setdefault(future, now + self._late_s):
+                        continue
+                    answer = Fault(request=request.ask.request, message=str(e), again=True)
+                del flying[future]
+                late.pop(future, None)
                 parts.drop(request.rid)
                 yield answer
 
@@ -97,7 +110,13 @@ class SglangAsker(ABC):
         return self._parts
 
     def _finish(self, request: Request, future: Future[Mapping[str, Any]]) -> Answer | Fault:
-        """Return what came of a request that the engine is done with."""
+        """Return what came of a request that the engine is done with.
+
+        Raises
+        ------
+        Incomplete
+            Its states are not all there, yet or at all.
+        """
         ask, launch = request.ask, self._launch
         if isinstance(error := future.exception(), HsError):
             raise error
@@ -121,7 +140,7 @@ class SglangAsker(ABC):
         try:
             ran = self.parts.take(request.rid, rows, Path(launch.staging) / name)
         except Incomplete as e:
-            return Fault(request=ask.request, message=f"{e} (SGLang ran {rows} tokens)", again=True)
+            raise Incomplete(f"{e} (SGLang ran {rows} tokens)") from e
         if ran != list(sent[:rows]):
             k = next(i for i, (a, b) in enumerate(zip(ran, sent, strict=False)) if a != b)
             message = f"the states' token {k} is {ran[k]}, that of the request {sent[k]}"
@@ -238,7 +257,8 @@ class SglangDriver(SglangAsker):
 
 
 _NEUTRAL = {
-    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
 }  # fmt: skip
 """Said to a server as well, which may have preferences of its own (0.5.23, ``preferred_sampling_params``)."""
 

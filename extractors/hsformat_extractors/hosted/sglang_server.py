@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from hsformat.engines.table import parse_version
-from hsformat.problems import HsError, problem
-from hsformat_extractors.hosted.options import request_seconds
+from hsformat.problems import ForeignFileError, HsError, Problem, problem
+from hsformat.target import describe
+from hsformat_extractors.hosted.options import forbidden_problems, request_seconds
 from hsformat_extractors.hosted.servers import (
     Leftovers,
     ServerLost,
@@ -29,7 +30,8 @@ from hsformat_extractors.hosted.servers import (
 )
 from hsformat_extractors.hosted.sglang_args import HOOK_FACTORY, version_found
 from hsformat_extractors.hosted.sglang_driver import Request, SglangAsker, provenance
-from hsformat_extractors.hosted.wire import Ask, Fault, Launch
+from hsformat_extractors.hosted.wire import Answer, Ask, Fault, Launch
+from hsformat_extractors.sglang import OTHER_MODEL
 
 __all__ = ["SglangServerDriver"]
 
@@ -41,6 +43,10 @@ _NAMES = f"hs{8 * '[0-9a-f]'}[-.]*"
 """Of the hook's files for our requests (``sglang_hook``)."""
 _OLD_S = 21_600.0
 """The first pieces of a long answer wait for its end."""
+_QUANTISED = {"quantization", "kv_cache_dtype"}
+"""What SGLang reads in the folder of a quantised target."""
+_FOLDER_S = 60.0
+"""Seconds in which a file that a server on another machine has written is seen here: what NFS remembers of a folder."""
 _FLAGS = "start it here with the flags that this prints: python -m hsformat_extractors.hosted.sglang_serve"
 _SEEDED = (
     "start it with an accelerator and the flags that this prints: python -m "
@@ -78,6 +84,7 @@ class SglangServerDriver(SglangAsker):
         check_folder(folder, url=self._url, option=None)
         Leftovers(_NAMES, age=max(_OLD_S, 2 * request_seconds(launch.options))).remove(folder)
         self._prepare(launch, folder)
+        self._late_s = min(_FOLDER_S, self._stall_s / 2)
         self._pool = ThreadPoolExecutor(max_workers=self.in_flight, thread_name_prefix="sglang")
         try:
             self._try_hook(launch)
@@ -85,6 +92,14 @@ class SglangServerDriver(SglangAsker):
             self.stop()
             raise
         return provenance(info, {"server": self._url, "launch_command": info.get("launch_command")})
+
+    def run(self, asks: Sequence[Ask]) -> Iterator[Answer | Fault]:
+        """See :class:`~hsformat_extractors.hosted.wire.Driver`. What ends the run leaves nothing in the folder."""
+        try:
+            yield from super().run(asks)
+        except (HsError, OSError, RuntimeError):
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Let go of the server, which goes on. May be called twice."""
@@ -183,6 +198,7 @@ def _hook_config(info: Mapping[str, Any], launch: Launch, url: str) -> Mapping[s
             bool(launch.sampling) and not info.get("enable_deterministic_inference"),
         ),
     }
+    found += _of_another_model(info, launch, url)
     found += [
         problem("HS410", where=f"server {url}: {name}", got=got, expected="what gives all states",
                 fix=_SEEDED if name == "enable_deterministic_inference" else _FLAGS)
@@ -204,6 +220,21 @@ def _hook_config(info: Mapping[str, Any], launch: Launch, url: str) -> Mapping[s
     if found or config is None:
         raise HsError(found)
     return dict(config)
+
+
+def _of_another_model(info: Mapping[str, Any], launch: Launch, url: str) -> Iterator[Problem]:
+    """Yield HS410 for what a server was started with that makes another model of its folder."""
+    told = {k: v for k in OTHER_MODEL.names if (v := info.get(k)) not in ("", "{}", [], {})}
+    if told.keys() & _QUANTISED and _quantised(launch.model):
+        told = {k: v for k, v in told.items() if k not in _QUANTISED}
+    yield from forbidden_problems(told, [OTHER_MODEL], where=f"server {url}")
+
+
+def _quantised(folder: str) -> bool:
+    try:
+        return describe(folder).model.quantization is not None
+    except ForeignFileError:  # of a server on another machine
+        return False
 
 
 def _graphs_hide(graphs: Any, launch: Launch) -> bool:
