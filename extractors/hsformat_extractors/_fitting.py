@@ -35,7 +35,8 @@ def unfit(
         asked = f" and up to {max_new_tokens} new ones" if max_new_tokens else ""
         out.append(problem("HS106", where=where, got=f"{len(ids)} tokens{asked}",
                            expected=f"at most {max_tokens}, {limit}",
-                           fix="shorten the sample when it is prepared, or ask for fewer new tokens; nothing is cut",
+                           fix=f"prepare it shorter (--max-length {max(1, max_tokens - max_new_tokens)}), or ask for "
+                           "fewer new tokens; nothing is cut here",
                            record=sample.id))  # fmt: skip
     return out
 
