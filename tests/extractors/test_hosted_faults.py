@@ -79,8 +79,15 @@ def test_states_that_are_not_the_requests_end_the_run_before_the_first_record(dr
     out, died = run(driver, staging, *keys)
     assert out == {}
     assert wanted <= set(codes(died))
-    if driver == "OtherDtype":
-        assert codes(died) == ["HS207"]  # once, and not for each request of the proof
+
+
+def test_the_proof_tells_a_fault_of_all_its_requests_once_for_each_capture(staging):
+    _, died = run("OtherDtype", staging, "d4", "d8")
+    assert [(p.code, p.where, p.record) for p in died.problems] == [
+        ("HS207", "proof of the engine: hidden['d4']", None), ("HS207", "proof of the engine: hidden['d8']", None)
+    ]  # fmt: skip
+    assert all(p.got.endswith(", and 31 more requests") for p in died.problems)
+    assert "proof-" not in str(died)
 
 
 def test_answers_that_the_target_did_not_write_are_found_by_the_proof(staging):

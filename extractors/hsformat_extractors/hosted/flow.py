@@ -146,7 +146,7 @@ class Flow:
             else:
                 out[asked.place] = answer, arrays
         if problems:
-            raise HsError(_distinct(problems))
+            raise HsError(problems)
         return [out[i] for i in sorted(out)]
 
     # Windows.
@@ -343,13 +343,6 @@ class Flow:
 
 
 _SEE = "see what the engine says of it; the other records are not touched"
-
-
-def _distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """Return one problem of those that are equal but for the request in which they were seen."""
-    return [
-        *{(p.code, p.where.partition(":")[2], str(p.got), str(p.expected)): p for p in reversed([*problems])}.values()
-    ][::-1]
 
 
 def _answer(message: dict[str, Any]) -> Answer:
