@@ -89,6 +89,15 @@ def test_sglang_devices_and_replicas_are_arguments_of_a_server(capsys):
     assert "--tp-size 8 --dp-size 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [({"load_form": "dummy"}, "load_form"), ({"config": "arguments.yaml"}, "config"), ({"pp": 2}, "pp")],
+)
+def test_sglang_what_its_command_line_takes_for_a_forbidden_argument_is_refused(argument, name, capsys):
+    assert sglang("--engine-args", json.dumps(argument)) == 2
+    assert_refused(capsys, "HS410", f"option engine_args: {name}")
+
+
 def test_sglang_without_a_version_is_told(monkeypatch, capsys):
     monkeypatch.setattr(sglang_serve, "installed_version", lambda _: None)
     assert sglang_serve.main([str(TINY), "--layers", "1", "--staging", "/s"]) == 2

@@ -20,13 +20,15 @@ import importlib.metadata
 import importlib.util
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hsformat.extraction.plan import parse_layers
 from hsformat.layout import capture_key
-from hsformat.problems import HsError, problem
+from hsformat.problems import HsError, Problem, problem
 from hsformat.target import describe
-from hsformat_extractors.hosted.options import SHARED, option_problems
+from hsformat_extractors.hosted.options import SHARED, Forbidden, option_problems
+from hsformat_extractors.hosted.options import engine_arguments as further_arguments
 from hsformat_extractors.hosted.preflight import installed_version
 from hsformat_extractors.hosted.sglang_args import engine_arguments, plan_captures, server_flags
 from hsformat_extractors.hosted.wire import Launch
@@ -36,8 +38,13 @@ __all__ = ["command", "main"]
 
 _LAST: dict[str, tuple[str, ...]] = {"pre": ("pre",), "post": ("post",), "both": ("pre", "post"), "none": ()}
 _DEVICES = frozenset({"tp_size", "dp_size"})
-_FORBIDDEN = tuple(rule for rule in SglangExtractor.forbidden if not _DEVICES.intersection(rule.names))
-"""What the extractor forbids, but for devices and replicas: it has options for them, a server has these arguments."""
+_FORBIDDEN = (
+    *(rule for rule in SglangExtractor.forbidden if not _DEVICES.intersection(rule.names)),
+    Forbidden(names=("config",), why="nobody looks at the arguments in a file", fix="write them into --engine-args"),
+)
+"""What the extractor forbids, but for devices and replicas: it has options for them, a server has these arguments.
+
+An argument of the command line alone is added."""
 
 
 def command(
@@ -84,6 +91,7 @@ def command(
     given = options or {}
     known = {o.name: o for o in SHARED}
     problems = [*option_problems(given, known, _FORBIDDEN, SglangExtractor.name)]
+    problems = problems or [*_abbreviated(given)]
     if batch_tokens < 1:
         problems.append(
             problem("HS410", where="--batch-tokens", got=batch_tokens, expected="at least 1",
@@ -111,6 +119,15 @@ def command(
     plan = plan_captures(version, launch)
     arguments = engine_arguments(launch, plan, staging=folder, cpu=cpu)
     return ["python", "-m", "sglang.launch_server", *server_flags(arguments)]
+
+
+def _abbreviated(options: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield HS410 for the beginning of a forbidden argument, which SGLang's command line takes for the whole of it."""
+    forbidden = [name for rule in _FORBIDDEN for name in rule.names]
+    for given in further_arguments(options):
+        if given not in forbidden and (whole := [name for name in forbidden if name.startswith(given)]):
+            yield problem("HS410", where=f"option engine_args: {given}", got=f"the beginning of {' and '.join(whole)}",
+                          expected="whole names of arguments", fix="write the whole name, or leave it out")  # fmt: skip
 
 
 def main(words: list[str] | None = None) -> int:
