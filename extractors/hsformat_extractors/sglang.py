@@ -22,7 +22,7 @@ OTHER_MODEL = Forbidden(
         "quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile", "torchao_config",
         "quantization_param_path", "json_model_override_args", "model_override_args", "decrypted_config_file",
         "model_config_parser", "revision", "load_format", "custom_weight_loader", "model_loader_extra_config",
-        "kv_cache_dtype", "enable_lora", "lora_paths",
+        "kv_cache_dtype", "enable_lora", "lora_paths", "modelopt_checkpoint_restore_path",
     ),
     allowed=("auto", None, False),
     why="another model than the folder describes would be run, under the contract of this one",

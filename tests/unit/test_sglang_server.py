@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hsformat.problems import HsError
@@ -96,7 +97,8 @@ def server(tmp_path) -> Iterator[Server]:
 
 def start(server: Server, tmp_path: Path, **changes: Any) -> tuple[SglangServerDriver, Any]:
     driver = SglangServerDriver()
-    launch = replace(LAUNCH, staging=str(tmp_path / "own"), options={"server": f"{server.url}/"}, **changes)
+    options = {"server": f"{server.url}/", "timeout": "5"}
+    launch = replace(LAUNCH, staging=str(tmp_path / "own"), options=options, **changes)
     return driver, driver.start(launch)
 
 
@@ -178,6 +180,45 @@ def test_a_quantised_target_is_served_as_its_folder_says(server, tmp_path):
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     server.info |= {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "model_path": str(model)}
     start(server, tmp_path, model=str(model))[0].stop()
+
+
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        ("sglang serve --model /m --forward-hooks [...]", []),
+        ("sglang serve --model-path /m --kv-cache-dtype=fp8_e4m3", ["kv_cache_dtype"]),
+        ("sglang serve --model-path /m --quant fp8", ["quantization"]),
+        ("sglang serve --config file", ["quantization", "kv_cache_dtype"]),
+        ("Engine(model_path='/m')", ["quantization", "kv_cache_dtype"]),
+    ],
+)
+def test_what_a_server_was_not_told_is_its_own_choice(server, tmp_path, command, refused):
+    server.info |= {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "launch_command": command}
+    if not refused:
+        server.info["model_config_parser"] = "mistral"
+        start(server, tmp_path)[0].stop()
+        return
+    with pytest.raises(HsError, match="another model than the folder describes") as e:
+        start(server, tmp_path)
+    assert [p.where for p in e.value.problems] == [f"server {server.url}: {name}" for name in refused]
+
+
+@pytest.mark.parametrize(
+    ("end", "error"), [(".aa.000000001.0.2.part", HsError), (".aa.000000002.step", SafetensorError)]
+)
+def test_a_run_that_ends_in_an_error_leaves_nothing_in_the_servers_folder(server, tmp_path, end, error):
+    driver, _ = start(server, tmp_path)
+
+    def dies(body):
+        rid = body["rid"] if end.endswith("part") else driver.parts.run
+        (tmp_path / "hook" / f"{rid}{end}").touch()
+        server.healthy = False
+        return 503, {}
+
+    server.generate = dies
+    with pytest.raises(error):
+        list(driver.run([Ask(request="r-0", prompt=(1, 2))]))
+    assert list((tmp_path / "hook").iterdir()) == []
 
 
 @pytest.mark.parametrize("seconds", [0.6, None])

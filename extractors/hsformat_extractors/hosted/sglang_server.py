@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hsformat.engines.table import parse_version
-from hsformat.problems import ForeignFileError, HsError, Problem, problem
+from hsformat.problems import HsError, Problem, problem
 from hsformat.target import describe
 from hsformat_extractors.hosted.options import forbidden_problems, request_seconds
 from hsformat_extractors.hosted.servers import (
@@ -97,7 +97,7 @@ class SglangServerDriver(SglangAsker):
         """See :class:`~hsformat_extractors.hosted.wire.Driver`. What ends the run leaves nothing in the folder."""
         try:
             yield from super().run(asks)
-        except (HsError, OSError, RuntimeError):
+        except Exception:  # raised again
             self.stop()
             raise
 
@@ -223,17 +223,34 @@ def _hook_config(info: Mapping[str, Any], launch: Launch, url: str) -> Mapping[s
 
 
 def _of_another_model(info: Mapping[str, Any], launch: Launch, url: str) -> Iterator[Problem]:
-    """Yield HS410 for what a server was started with that makes another model of its folder."""
+    """Yield HS410 for what a server was started with that makes another model of its folder.
+
+    It tells the values after SGLang has chosen those that were left to it, such as the dtype of DeepSeek's cache. What
+    its command does not name is its own choice, the same as without a server; one that tells no command (0.5.23: it was
+    not started from a command line) is taken to have been given all but what a quantised folder says.
+    """
     told = {k: v for k in OTHER_MODEL.names if (v := info.get(k)) not in ("", "{}", [], {})}
-    if told.keys() & _QUANTISED and _quantised(launch.model):
+    flags = _flags(info.get("launch_command"))
+    if flags is not None:
+        told = {k: v for k, v in told.items() if any(f"--{k.replace('_', '-')}".startswith(f) for f in flags)}
+    elif told.keys() & _QUANTISED and _quantised(launch.model):
         told = {k: v for k, v in told.items() if k not in _QUANTISED}
     yield from forbidden_problems(told, [OTHER_MODEL], where=f"server {url}")
+
+
+def _flags(command: object) -> list[str] | None:
+    """Return the flags of a command but ``--model``, some abbreviated; None: they are not known, or stand in a file."""
+    if not isinstance(command, str) or command.startswith("Engine("):
+        return None
+    flags = [word.partition("=")[0] for word in command.split() if word.startswith("--")]
+    flags = [f for f in flags if f not in ("--", "--model")]  # others begin like them
+    return None if any("--config".startswith(f) for f in flags) else flags
 
 
 def _quantised(folder: str) -> bool:
     try:
         return describe(folder).model.quantization is not None
-    except ForeignFileError:  # of a server on another machine
+    except HsError:  # of a server on another machine, or of a family that cannot be described without running it
         return False
 
 
