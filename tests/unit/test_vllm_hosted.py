@@ -461,6 +461,16 @@ def test_one_request_fails_and_the_others_do_not(tmp_path, storage, first, again
     assert isinstance(out["good"], Answer)
 
 
+def test_a_server_that_died_before_it_wrote_is_not_waited_for(tmp_path, storage, monkeypatch):
+    """It had answered: the run went on for the whole time-out of a file, eight minutes at the default."""
+    monkeypatch.setattr("hsformat_extractors.hosted.vllm_server._ASK_S", 0.2)
+    server = FakeServer(storage)
+    driver = started(server, launch(tmp_path, options={"server": server.url}))
+    threading.Timer(0.5, server.die).start()
+    with pytest.raises(HsError, match="does not answer any more"):
+        list(driver.run([Ask(request="r", prompt=(NO_FILE,))]))
+
+
 def test_an_engine_that_hangs_behind_a_server_that_lives_ends_the_run(tmp_path, storage):
     """``/health`` answers on: every record was given up for its own sake, at two time-outs a record."""
     server = FakeServer(storage)

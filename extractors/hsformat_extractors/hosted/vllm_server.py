@@ -48,6 +48,8 @@ from hsformat_extractors.hosted.wire import TOKENS, Answer, Ask, Fault, Launch
 __all__ = ["VllmServerDriver"]
 
 CONCURRENCY = 64
+_ASK_S = 10.0
+"""Seconds after which a server whose file is waited for is asked whether it lives, and again."""
 _LOOK = 0.005
 """Seconds between two looks for a file."""
 _HEALTH = 10.0
@@ -339,13 +341,16 @@ def _collect(session: _Session, answer: Answer, told: Path) -> Answer | Fault:
     launch, seconds, request = session.launch, session.server.timeout, answer.request
     session.leftovers.seen(path.parent, request)
     began = time.monotonic()
-    deadline = began + seconds
+    deadline, ask = began + seconds, began + _ASK_S
     failed, lock = path.with_name(path.name + FAILED), path.with_name(path.name + ".lock")
     while not path.exists() or not _free(lock):
         if failed.exists():
             return not_written(request, failed)
         if time.monotonic() - began > min(_FOLDER_S, seconds):
             check_folder(path.parent, url=session.server.url, option="storage")
+        if time.monotonic() > ask:  # a server that died writes no more
+            _require_health(session.server, f"{path.name} did not come")
+            ask = time.monotonic() + _ASK_S
         if time.monotonic() > deadline:
             message = f"{path.name}, written to {told} there, did not appear in {path.parent} in {seconds:.0f} s"
             _require_health(session.server, message)
